@@ -1,0 +1,51 @@
+"""tokenmill: an engine for LLM inference and serving.
+
+The public names are imported when first used, so that `import tokenmill` loads neither torch nor
+anything else that is slow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenmill.engine.llm_engine import LLMEngine
+    from tokenmill.entrypoints.llm import LLM
+    from tokenmill.errors import TokenmillError
+    from tokenmill.outputs import CompletionOutput, Logprob, RequestOutput
+    from tokenmill.sampling_params import RequestOutputKind, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "tokenmill.entrypoints.llm",
+    "LLMEngine": "tokenmill.engine.llm_engine",
+    "SamplingParams": "tokenmill.sampling_params",
+    "RequestOutputKind": "tokenmill.sampling_params",
+    "RequestOutput": "tokenmill.outputs",
+    "CompletionOutput": "tokenmill.outputs",
+    "Logprob": "tokenmill.outputs",
+    "TokenmillError": "tokenmill.errors",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "LLMEngine",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "TokenmillError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'tokenmill' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

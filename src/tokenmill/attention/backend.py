@@ -1,0 +1,107 @@
+"""What an attention backend is.
+
+query_start_loc  [0, 100, 101, 151]     three requests: 100, 1 and 50 tokens of the flat batch
+seq_lens         [5000, 200, 1050]      their lengths, this step's tokens included
+block_table      [num_reqs, max_blocks] block i of a request holds its positions
+                                        i * block_size to (i + 1) * block_size - 1
+slot_mapping     [num_tokens]           where a token's K and V go:
+                                        block * block_size + position % block_size
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a model's attention layer asks of a backend."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    dtype: str
+    """`float32`, `bfloat16` or `float16`, of queries and cache alike."""
+    block_size: int
+    sliding_window: int | None = None
+    """Tokens that a query sees, itself included; None sees all."""
+    logits_soft_cap: float | None = None
+
+
+@dataclass(slots=True)
+class CommonAttentionMetadata:
+    """One step's batch, as one KV cache group sees it. Tensors are on the device."""
+
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    """int32 [num_reqs + 1]"""
+    seq_lens: torch.Tensor
+    """int32 [num_reqs]"""
+    block_table: torch.Tensor
+    """int32 [num_reqs, max_blocks]; entries behind a request's blocks are arbitrary"""
+    slot_mapping: torch.Tensor
+    """int64 [num_tokens]"""
+    causal: bool = True
+
+
+class AttentionMetadata(Protocol):
+    """What a backend's builder makes of the common metadata; only its own impl looks inside."""
+
+
+class AttentionMetadataBuilder(Protocol):
+    """Prepares a step for all layers of one KV cache group."""
+
+    def build(self, common: CommonAttentionMetadata) -> AttentionMetadata: ...
+
+
+class AttentionImpl(Protocol):
+    """One layer's attention."""
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Store K and V, each [num_tokens, num_kv_heads, head_size], in the slots of the step."""
+        ...
+
+    def forward(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Attend from query [num_tokens, num_heads, head_size] to the cache; the same shape.
+
+        K and V of this step are read back from the cache, so that a token's result does not
+        depend on which step computed its neighbours.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way to compute attention."""
+
+    @property
+    def name(self) -> str: ...
+
+    def unsupported_reasons(self, spec: AttentionSpec) -> list[str]:
+        """Why this backend cannot serve `spec` on this machine; empty if it can."""
+        ...
+
+    def get_kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache tensor."""
+        ...
+
+    def make_metadata_builder(self, spec: AttentionSpec) -> AttentionMetadataBuilder: ...
+
+    def make_impl(self, spec: AttentionSpec) -> AttentionImpl: ...

@@ -1,0 +1,77 @@
+"""One face for every checkpoint format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor's bytes as they lie in the file; mapped, not copied."""
+
+    shape: tuple[int, ...]
+    """As in torch: a linear weight is [out_features, in_features]."""
+    format: str
+    """`F32`, `F16`, `BF16`, or a GGUF block type such as `Q4_1`."""
+    data: torch.Tensor
+    """uint8 [num_bytes], backed by the mapped file. Rows follow one another; within a row, blocks
+    of a block type."""
+    head_permutation: int | None = None
+    """Number of heads whose rows llama.cpp has interleaved (q and k projections of the llama
+    family); the loader undoes it. None: rows are in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerData:
+    """Where a tokenizer comes from: a directory, or the metadata of a GGUF file."""
+
+    directory: Path | None = None
+    """Holds tokenizer.json (and tokenizer_config.json, special_tokens_map.json)."""
+    gguf_metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The `tokenizer.*` keys of a GGUF file."""
+
+
+class Checkpoint(Protocol):
+    """A model's files, opened: headers are read and checked, tensors are not."""
+
+    @property
+    def path(self) -> Path:
+        """Directory or file."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The model's parameters under the names of a Hugging Face config.json."""
+        ...
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """Default sampling parameters and end ids; empty if the model has none."""
+        ...
+
+    @property
+    def tokenizer_data(self) -> TokenizerData: ...
+
+    @property
+    def tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape under its Hugging Face name."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as they lie in the files."""
+        ...
+
+    def read(self, name: str) -> RawTensor:
+        """The tensor of this name. Raises `CheckpointError` if its data is out of bounds."""
+        ...
+
+    def close(self) -> None:
+        """Unmap the files; tensors that were read must not be used any more."""
+        ...

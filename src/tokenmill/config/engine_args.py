@@ -1,0 +1,67 @@
+"""What a user may set about an engine: the keywords of `LLM` and the flags of the command line.
+
+Flags are derived from this class: a field `max_model_len` is `--max-model-len`, its string below
+it is the help text. None means "choose for me" (`resolve.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """Settings of one engine."""
+
+    model: str = "smollm2-135m"
+    """A directory with config.json and safetensors, a GGUF file, a hub id, or an alias (see
+    `tokenmill models`)."""
+    tokenizer: str | None = None
+    """Where the tokenizer comes from, if not from the model: a directory or a hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    """Values that replace those of the model's config.json, as JSON on the command line."""
+    dtype: str = "auto"
+    """Type of activations and KV cache: auto, bfloat16, float16 or float32 (the reference)."""
+    max_model_len: int | None = None
+    """Most tokens of one request, prompt and output; -1 takes what fits the memory."""
+    max_num_seqs: int | None = None
+    """Most requests that run at the same time."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt computed in one step; 0 is no limit but the step's."""
+    enable_chunked_prefill: bool = True
+    """Compute long prompts over several steps, beside the others' tokens."""
+    scheduling_policy: str = "fcfs"
+    """fcfs (in order of arrival) or priority (smaller first)."""
+    async_scheduling: bool = False
+    """Plan the next step while one runs."""
+    block_size: int | None = None
+    """Tokens in one block of the KV cache."""
+    num_kv_blocks: int | None = None
+    """Size of the KV cache in blocks; overrides the two below."""
+    kv_cache_memory_bytes: int | None = None
+    """Size of the KV cache in bytes; overrides the one below."""
+    kv_cache_memory_fraction: float = 0.5
+    """Share of the memory left after the weights that the KV cache may take."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of prompts that begin alike."""
+    attention_backend: str = "auto"
+    """auto, or the name of a backend (`reference`)."""
+    num_threads: int | None = None
+    """Compute threads."""
+    max_logprobs: int = 20
+    """Most log-probabilities per token a request may ask for; -1 is no limit."""
+    seed: int = 0
+    """Seeds of requests without one are drawn from this."""
+    generation_config: str = "auto"
+    """Where default sampling parameters come from: auto (the model) or none."""
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+    """Values that replace those of the model's generation_config.json, key by key."""
+    chat_template: str | None = None
+    """A Jinja template, or the path of one, in place of the model's."""
+    skip_tokenizer_init: bool = False
+    """Work with token ids only; text goes neither in nor out."""

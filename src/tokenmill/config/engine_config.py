@@ -1,0 +1,78 @@
+"""What the engine runs with. Frozen and complete; made by `resolve.py` only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model, as far as the engine needs to know it."""
+
+    name: str
+    """As the user named it."""
+    path: str
+    """Directory or GGUF file on this machine."""
+    architecture: str
+    """Key of the model registry, such as `LlamaForCausalLM`."""
+    hf_config: Mapping[str, Any]
+    """The model's own parameters under the names of a Hugging Face config.json, whatever the file
+    format; the model's file reads from it what it needs."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`: activations and KV."""
+    max_model_len: int
+    vocab_size: int
+    """Width of the logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int
+    num_blocks: int
+    """Including block 0, the null block."""
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Who computes how much in a step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    long_prefill_token_threshold: int
+    """0 is off."""
+    enable_chunked_prefill: bool
+    policy: str
+    """`fcfs` or `priority`."""
+    max_steps_in_flight: int
+    """1: a step is planned when the one before has settled; 2: one step ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a setting that was left open has its value."""
+
+    setting: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything one engine is built from."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    attention_backend: str
+    """Name of the backend, or `auto`: selection knows the machine and says why."""
+    num_threads: int
+    max_logprobs: int
+    """-1 is no limit."""
+    seed: int
+    reasons: tuple[Reason, ...] = ()

@@ -1,0 +1,140 @@
+"""Messages between the front end and the engine core.
+
+They are msgspec structs, so that the same objects serve in one process and, as msgpack arrays
+without field names and defaults, between processes.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from tokenmill.sampling_params import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; `str()` gives the word that users see."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class TensorData(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor on its way between processes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class MultiModalFeature(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """An image or a sound that stands for `length` placeholder tokens from `offset` on."""
+
+    content_hash: str
+    """Hex SHA-256 of the content and of how it was processed; part of the block hashes."""
+    modality: str
+    offset: int
+    length: int
+    inputs: dict[str, TensorData] = {}
+
+
+class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
+    """A LoRA adapter, by a key that is unique for each load of its weights."""
+
+    name: str
+    load_id: str
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A validated request. Nothing in it can be refused any more for what the user wrote."""
+
+    request_id: str
+    """The engine's own key, never the client's."""
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    """64 bits; always set, by the user or by the input processor."""
+    max_tokens: int
+    """`sampling_params.max_tokens` with the context length applied."""
+    arrival_time: float
+    """Seconds on the monotonic clock."""
+    eos_token_id: int | None = None
+    """Stops with reason `stop` and no stop_reason; None with `ignore_eos`."""
+    stop_token_ids: list[int] = []
+    """The user's stop ids and the model's further end ids."""
+    task: str = "generate"
+    initial_output_ids: list[int] = []
+    """Tokens generated before, when a request is taken up again: they count as output."""
+    priority: int = 0
+    """Smaller is earlier; used by the priority policy."""
+    cache_salt: str | None = None
+    """Part of the first block's hash: only requests with the same salt share blocks."""
+    deadline: float | None = None
+    """On the monotonic clock; a request that is still unfinished then is aborted."""
+    mm_features: list[MultiModalFeature] = []
+    adapter: AdapterRef | None = None
+    kv_transfer_params: dict[str, Any] = {}
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position: the chosen token first, then the k best in order."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Rank of the chosen token: entries with a value at least its own, so 1 is best."""
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What one step brought for one request."""
+
+    request_id: str
+    new_token_ids: list[int] = []
+    new_logprobs: list[TokenLogprobs] | None = None
+    """One per new token, if asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """For prompt tokens 1 to the last; comes once, with the first token."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop id that ended the request."""
+    error: str | None = None
+    num_cached_tokens: int = 0
+    first_scheduled_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The scheduler's state after a step. Counters only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_used_blocks: int = 0
+    num_blocks: int = 0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up, counted when a request is admitted."""
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    num_errors: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV blocks in use, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What one step brought."""
+
+    outputs: list[EngineCoreOutput] = []
+    stats: SchedulerStats | None = None

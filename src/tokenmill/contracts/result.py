@@ -1,0 +1,25 @@
+"""The result of one step: what the workers tell the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenmill.contracts.request import TokenLogprobs
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """One step's result. `req_ids` repeats the plan's batch; the lists are parallel to it."""
+
+    step_id: int
+    req_ids: list[str]
+    sampled_token_ids: list[list[int]]
+    """Per request 0 (middle of a prompt), 1, or with accepted drafts up to k + 1 tokens."""
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    """Per request that asked for it: one entry per sampled token."""
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    """Per request that asked for it: one entry per prompt token that this step's logits predict."""
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    """Proposals for the next step, where there are any."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Requests that failed, alone, with the reason; they have no tokens."""

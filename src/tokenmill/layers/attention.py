@@ -1,0 +1,94 @@
+"""The attention layer: RoPE, KV write, attention through the backend that the runner bound."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tokenmill.attention.backend import AttentionImpl, AttentionSpec
+from tokenmill.attention.forward_context import get_attention_metadata
+from tokenmill.contracts.kv_cache import KVCacheKind, KVCacheSpec
+from tokenmill.layers.rope import RotaryEmbedding
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged cache.
+
+    The runner calls `bind` once with a backend's implementation and the layer's part of the pool.
+    """
+
+    def __init__(
+        self,
+        layer_name: str,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float,
+        rotary: RotaryEmbedding | None,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.layer_name = layer_name
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.rotary = rotary
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap
+        self._impl: AttentionImpl | None = None
+        self._kv_cache: torch.Tensor | None = None
+
+    def spec(self, dtype: str, block_size: int) -> AttentionSpec:
+        """What this layer asks of an attention backend."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scale=self.scale,
+            dtype=dtype,
+            block_size=block_size,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+        )
+
+    def kv_cache_spec(self, dtype: str) -> KVCacheSpec:
+        """What this layer keeps per token.
+
+        A windowed layer keeps all tokens for now: hybrid block groups are the business of the
+        KV manager, and full blocks are right for every window.
+        """
+        return KVCacheSpec(
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=dtype,
+            kind=KVCacheKind.FULL,
+            sliding_window=self.sliding_window,
+        )
+
+    def bind(self, impl: AttentionImpl, kv_cache: torch.Tensor) -> None:
+        """Attach the backend's implementation and this layer's cache tensor."""
+        self._impl = impl
+        self._kv_cache = kv_cache
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Query [N, num_heads * head_size], key and value [N, num_kv_heads * head_size], not yet
+        rotated, to [N, num_heads * head_size]."""
+        if self._impl is None or self._kv_cache is None:
+            raise RuntimeError(f"Attention layer {self.layer_name!r} has no KV cache: call bind.")
+        metadata = get_attention_metadata(self.layer_name)
+        q = query.view(-1, self.num_heads, self.head_size)
+        k = key.view(-1, self.num_kv_heads, self.head_size)
+        v = value.view(-1, self.num_kv_heads, self.head_size)
+        if self.rotary is not None:
+            q, k = self.rotary(positions, q, k)
+        self._impl.write_kv(k, v, self._kv_cache, metadata)
+        return self._impl.forward(q, self._kv_cache, metadata).flatten(1)

@@ -1,0 +1,42 @@
+"""What the runner expects of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from tokenmill.layers.attention import Attention
+
+IntermediateTensors = dict[str, torch.Tensor]
+"""What one pipeline rank hands to the next, by name."""
+
+
+class CausalLM(Protocol):
+    """A decoder that predicts the next token."""
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids, int32 [num_tokens], to embeddings [num_tokens, hidden_size]."""
+        ...
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        """Hidden states [num_tokens, hidden_size] of the flat batch.
+
+        `positions` is int64 [num_tokens]. `inputs_embeds` replaces the embedding of `input_ids`.
+        """
+        ...
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, hidden_size] to float32 logits [n, vocab_size]."""
+        ...
+
+    def attention_layers(self) -> Mapping[str, Attention]:
+        """Every attention layer by its name, in order of depth."""
+        ...

@@ -1,0 +1,1 @@
+"""What tokenmill says about itself: logs. Knows none of the parts that speak."""
