@@ -127,6 +127,10 @@ class SamplingParams(
         """Whether the best token is always taken."""
         return self.temperature < GREEDY_EPSILON
 
+    def replace(self, **changes: Any) -> SamplingParams:
+        """The same parameters with some of them changed, checked again."""
+        return msgspec.structs.replace(self, **changes)
+
     def _normalised(self) -> dict[str, Any]:
         """Every field checked and in its one canonical form."""
         temperature = _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)

@@ -54,6 +54,25 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryLedger:
+    """Where the memory goes, in bytes, by arithmetic (`memory.py`)."""
+
+    available: int
+    """What the machine or its container had free at start."""
+    weights: int
+    workspace: int
+    reserve: int
+    kv_pool: int
+    kv_tokens: int
+    """Tokens that the pool holds."""
+
+    @property
+    def left(self) -> int:
+        """Bytes that nobody has a claim on."""
+        return self.available - self.weights - self.workspace - self.reserve - self.kv_pool
+
+
+@dataclass(frozen=True, slots=True)
 class Reason:
     """Why a setting that was left open has its value."""
 
@@ -75,4 +94,5 @@ class EngineConfig:
     max_logprobs: int
     """-1 is no limit."""
     seed: int
+    ledger: MemoryLedger
     reasons: tuple[Reason, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from tokenmill.config.dtypes import DTYPE_BYTES
 
 
 class KVCacheKind(enum.Enum):

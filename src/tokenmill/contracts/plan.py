@@ -37,7 +37,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     seed: int
     stop_token_ids: tuple[int, ...]
-    """Every id that may end the request, its end token included; masked below `min_tokens`."""
+    """Every id that could end the request; masked below `min_tokens`, empty without a minimum."""
     adapter: AdapterRef | None = None
     mm_features: list[MultiModalFeature] = field(default_factory=list)
 
@@ -51,7 +51,6 @@ class NewRequestData:
         num_computed_tokens: int,
         block_ids: BlockIds,
     ) -> NewRequestData:
-        eos = [] if request.eos_token_id is None else [request.eos_token_id]
         return cls(
             req_id=request.request_id,
             row=row,
@@ -61,7 +60,7 @@ class NewRequestData:
             block_ids=block_ids,
             sampling_params=request.sampling_params,
             seed=request.seed,
-            stop_token_ids=tuple(dict.fromkeys([*eos, *request.stop_token_ids])),
+            stop_token_ids=tuple(request.min_tokens_mask_ids),
             adapter=request.adapter,
             mm_features=request.mm_features,
         )

@@ -68,7 +68,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     eos_token_id: int | None = None
     """Stops with reason `stop` and no stop_reason; None with `ignore_eos`."""
     stop_token_ids: list[int] = []
-    """The user's stop ids and the model's further end ids."""
+    """The user's stop ids and, without `ignore_eos`, the model's further end ids."""
+    min_tokens_mask_ids: list[int] = []
+    """Every id that could end a request: the model's end ids (also with `ignore_eos`) and the
+    user's stop ids. Masked until `min_tokens` are generated; empty if there is no minimum."""
     task: str = "generate"
     initial_output_ids: list[int] = []
     """Tokens generated before, when a request is taken up again: they count as output."""

@@ -1,0 +1,76 @@
+"""The memory ledger: what the engine will take, by arithmetic, before anything is allocated.
+
+available now
+  - weights          as the engine holds them
+  - workspace        buffers of a step, tables of the rows, logits
+  - reserve          the interpreter, libraries, the allocator's slack
+  = left             the KV pool may take a share of this
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from tokenmill.config.dtypes import DTYPE_BYTES
+from tokenmill.config.engine_config import MemoryLedger
+from tokenmill.config.parameters import ModelParameters
+
+RESERVE_BYTES = 512 << 20
+_LOGITS_ROWS = 64
+"""Logits are made in slabs of so many rows."""
+_LOGITS_COPIES = 4
+"""Raw, masked, filtered and noisy logits live at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The largest step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+def weight_bytes(tensor_shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
+    """Bytes of a model's weights in `dtype`."""
+    return DTYPE_BYTES[dtype] * _num_elements(tensor_shapes.values())
+
+
+def kv_bytes_per_token(parameters: ModelParameters, dtype: str) -> int:
+    """Bytes of one token's K and V in all layers."""
+    per_layer = 2 * parameters.num_kv_heads * parameters.head_size * DTYPE_BYTES[dtype]
+    return parameters.num_layers * per_layer
+
+
+def workspace_bytes(parameters: ModelParameters, shape: StepShape) -> int:
+    """Bytes of a step's buffers: float32 activations, logits, and the rows' token tables."""
+    activations = 8 * parameters.hidden_size + 3 * parameters.intermediate_size
+    logits = _LOGITS_ROWS * _LOGITS_COPIES * parameters.vocab_size
+    tables = shape.max_num_seqs * shape.max_model_len
+    return 4 * (shape.max_num_batched_tokens * activations + logits + tables)
+
+
+def render(ledger: MemoryLedger) -> str:
+    """The ledger as lines for a log."""
+    rows = [
+        ("available", ledger.available, ""),
+        ("weights", ledger.weights, ""),
+        ("workspace", ledger.workspace, ""),
+        ("reserve", ledger.reserve, ""),
+        ("KV pool", ledger.kv_pool, f"  {ledger.kv_tokens:,} tokens"),
+        ("left", ledger.left, ""),
+    ]
+    return "\n".join(f"  {name:<10}{format_bytes(size):>12}{more}" for name, size, more in rows)
+
+
+def format_bytes(size: int) -> str:
+    """`1.50 GiB`, `12.0 MiB`."""
+    if abs(size) >= 1 << 30:
+        return f"{size / (1 << 30):.2f} GiB"
+    return f"{size / (1 << 20):.1f} MiB"
+
+
+def _num_elements(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(prod(shape) for shape in shapes)

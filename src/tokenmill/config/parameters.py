@@ -1,0 +1,99 @@
+"""The few model parameters that the engine itself needs, read from a config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenmill.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParameters:
+    """Sizes of a decoder."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    max_context: int
+    """Tokens the model was made for, RoPE scaling included."""
+
+
+def read_parameters(config: Mapping[str, Any]) -> ModelParameters:
+    """Read and check the sizes. Raises `ConfigError` that names the key at fault."""
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise ConfigError(
+            "config.json has no `architectures`, so the model's family is unknown;"
+            " add it with hf_overrides, such as {'architectures': ['LlamaForCausalLM']}."
+        )
+    num_heads = positive_int(config, "num_attention_heads")
+    hidden_size = positive_int(config, "hidden_size")
+    return ModelParameters(
+        architecture=str(architectures[0]),
+        num_layers=positive_int(config, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=positive_int(config, "intermediate_size", 4 * hidden_size),
+        num_heads=num_heads,
+        num_kv_heads=positive_int(config, "num_key_value_heads", num_heads),
+        head_size=positive_int(config, "head_dim", hidden_size // num_heads),
+        vocab_size=positive_int(config, "vocab_size"),
+        max_context=_max_context(config),
+    )
+
+
+def positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """`config[key]`, which must be a positive integer; `default` where it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"config.json: {key} is {value!r}, but must be a positive integer."
+            f" Set it with hf_overrides={{'{key}': ...}} if the file is wrong."
+        )
+    return value
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE settings under one set of names, wherever a config.json keeps them.
+
+    Older files have `rope_theta` and `rope_scaling` with `type` or `rope_type`, newer ones
+    `rope_parameters`. The result always has `rope_type` and `rope_theta`.
+    """
+    merged: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = config.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.json: {key} is {value!r}, but must be an object or null.")
+        merged.update(value)
+    rope_type = merged.pop("type", None)
+    merged.setdefault("rope_type", rope_type or "default")
+    merged.setdefault("rope_theta", config.get("rope_theta") or 10_000.0)
+    return merged
+
+
+_CONTEXT_INCLUDES_SCALING = {"default", "llama3", "longrope", "su", "proportional"}
+"""RoPE types whose `max_position_embeddings` is the scaled length already."""
+
+
+def _max_context(config: Mapping[str, Any]) -> int:
+    length = positive_int(config, "max_position_embeddings")
+    rope = rope_parameters(config)
+    if rope["rope_type"] in _CONTEXT_INCLUDES_SCALING:
+        return length
+    factor = rope.get("factor", 1.0)
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
+        raise ConfigError(f"config.json: RoPE factor is {factor!r}, but must be at least 1.")
+    original = rope.get("original_max_position_embeddings")
+    if rope["rope_type"] == "yarn" and isinstance(original, int):
+        length = original
+    return int(length * factor)

@@ -1,0 +1,336 @@
+"""From what a user set to what the engine runs with.
+
+The only place where "choose for me" becomes a value. Every such choice leaves a `Reason`; every
+setting that cannot work is refused with the nearest one that does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, TypeVar
+
+from tokenmill.config.dtypes import canonical_dtype
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    MemoryLedger,
+    ModelConfig,
+    Reason,
+    SchedulerConfig,
+)
+from tokenmill.config.machine import Machine
+from tokenmill.config.memory import (
+    RESERVE_BYTES,
+    StepShape,
+    format_bytes,
+    kv_bytes_per_token,
+    weight_bytes,
+    workspace_bytes,
+)
+from tokenmill.config.parameters import ModelParameters, read_parameters
+from tokenmill.errors import ConfigError, MemoryBudgetError, did_you_mean
+
+T = TypeVar("T", int, str)
+
+logger = logging.getLogger(__name__)
+
+POLICIES = ("fcfs", "priority")
+DEFAULT_BLOCK_SIZE = 32
+MAX_BLOCK_SIZE = 256
+DEFAULT_MAX_NUM_SEQS = 128
+STEP_SECONDS = 0.1
+"""A step should stay under this, so that the others' tokens keep flowing beside a long prompt."""
+REFERENCE_FLOPS_PER_CPU = {"float32": 0.06e12, "bfloat16": 0.16e12, "float16": 0.06e12}
+"""What the torch kernels reach per processor, roughly; only sizes the default token budget."""
+MIN_BUDGET = 64
+MAX_BUDGET = 2_048
+
+
+@dataclass(slots=True)
+class _Choices:
+    """Collects the reasons while settings are resolved."""
+
+    reasons: list[Reason] = field(default_factory=list)
+
+    def choose(self, setting: str, value: T, why: str) -> T:
+        self.reasons.append(Reason(setting, str(value), why))
+        return value
+
+
+def resolve(
+    args: EngineArgs,
+    *,
+    path: str,
+    config: Mapping[str, Any],
+    tensor_shapes: Mapping[str, tuple[int, ...]],
+    machine: Machine,
+) -> EngineConfig:
+    """Settle every setting.
+
+    `config` and `tensor_shapes` describe the model's files at `path`. Raises `ConfigError`, and
+    `MemoryBudgetError` where weights and KV pool do not fit `machine`.
+    """
+    choices = _Choices()
+    hf_config = apply_overrides(config, args.hf_overrides)
+    parameters = read_parameters(hf_config)
+    dtype = _dtype(args, choices)
+    block_size = _block_size(args, choices)
+    num_threads = _num_threads(args, machine, choices)
+    max_model_len = _max_model_len(args, parameters, choices)
+    budget = _token_budget(args, tensor_shapes, parameters, dtype, num_threads, choices)
+    max_num_seqs = _max_num_seqs(args, budget, choices)
+    ledger = MemoryLedger(
+        available=machine.available_memory,
+        weights=weight_bytes(tensor_shapes, dtype),
+        workspace=workspace_bytes(parameters, StepShape(max_num_seqs, budget, max_model_len)),
+        reserve=RESERVE_BYTES,
+        kv_pool=0,
+        kv_tokens=0,
+    )
+    bytes_per_block = block_size * kv_bytes_per_token(parameters, dtype)
+    num_blocks = _num_blocks(args, ledger, bytes_per_block, max_num_seqs, max_model_len, block_size)
+    max_model_len = _fit_model_len(
+        args, max_model_len, num_blocks, block_size, bytes_per_block, ledger, choices
+    )
+    return EngineConfig(
+        model=ModelConfig(
+            name=args.model,
+            path=path,
+            architecture=parameters.architecture,
+            hf_config=hf_config,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            vocab_size=parameters.vocab_size,
+        ),
+        cache=CacheConfig(
+            block_size=block_size,
+            num_blocks=num_blocks + 1,
+            enable_prefix_caching=args.enable_prefix_caching,
+        ),
+        scheduler=_scheduler(args, max_num_seqs, budget, max_model_len),
+        attention_backend=args.attention_backend,
+        num_threads=num_threads,
+        max_logprobs=_at_least("max_logprobs", args.max_logprobs, -1),
+        seed=args.seed,
+        ledger=replace(
+            ledger,
+            kv_pool=(num_blocks + 1) * bytes_per_block,
+            kv_tokens=num_blocks * block_size,
+        ),
+        reasons=tuple(choices.reasons),
+    )
+
+
+def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with `overrides` laid over it; values given as JSON text are parsed."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        if isinstance(value, str) and value[:1] in "{[":
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"hf_overrides: {key} is not valid JSON: {error}.") from error
+        merged[key] = value
+    return merged
+
+
+def _dtype(args: EngineArgs, choices: _Choices) -> str:
+    if args.dtype != "auto":
+        return canonical_dtype(args.dtype)
+    return choices.choose(
+        "dtype", "bfloat16", "half the bytes of float32, and the fastest type on a CPU"
+    )
+
+
+def _block_size(args: EngineArgs, choices: _Choices) -> int:
+    size = args.block_size
+    if size is None:
+        return choices.choose("block_size", DEFAULT_BLOCK_SIZE, "fits the tiles of CPU kernels")
+    if size < 1 or size > MAX_BLOCK_SIZE or size & (size - 1):
+        nearest = min(1 << max(size - 1, 0).bit_length(), MAX_BLOCK_SIZE)
+        raise ConfigError(
+            f"block_size={size} must be a power of two from 1 to {MAX_BLOCK_SIZE};"
+            f" the nearest is {nearest}."
+        )
+    return size
+
+
+def _num_threads(args: EngineArgs, machine: Machine, choices: _Choices) -> int:
+    if args.num_threads is None:
+        return choices.choose(
+            "num_threads", machine.num_cpus, "processors this process may use (affinity, quota)"
+        )
+    wanted = _at_least("num_threads", args.num_threads, 1)
+    if wanted > machine.num_cpus:
+        logger.warning(
+            "num_threads=%d, but this process may use %d processors; using %d.",
+            wanted,
+            machine.num_cpus,
+            machine.num_cpus,
+        )
+    return min(wanted, machine.num_cpus)
+
+
+def _max_model_len(args: EngineArgs, parameters: ModelParameters, choices: _Choices) -> int:
+    """The length asked for, at most the model's own; -1 and None start from that."""
+    longest = parameters.max_context
+    wanted = args.max_model_len
+    if wanted is None or wanted == -1:
+        return choices.choose("max_model_len", longest, "the model's own context length")
+    if not 2 <= wanted <= longest:
+        raise ConfigError(
+            f"max_model_len={wanted} must lie between 2 and the model's context length,"
+            f" {longest}. If the model was made for more, set max_position_embeddings with"
+            f" hf_overrides."
+        )
+    return wanted
+
+
+def _token_budget(
+    args: EngineArgs,
+    tensor_shapes: Mapping[str, tuple[int, ...]],
+    parameters: ModelParameters,
+    dtype: str,
+    num_threads: int,
+    choices: _Choices,
+) -> int:
+    """Tokens of a step."""
+    if args.max_num_batched_tokens is not None:
+        budget = _at_least("max_num_batched_tokens", args.max_num_batched_tokens, 1)
+        if args.max_num_seqs is not None and budget < args.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={budget} is less than max_num_seqs={args.max_num_seqs},"
+                f" but every running request needs a token of the step; raise it to"
+                f" {args.max_num_seqs}, or lower max_num_seqs to {budget}."
+            )
+    else:
+        weights = sum(prod(shape) for shape in tensor_shapes.values())
+        per_token = 2 * max(weights - parameters.vocab_size * parameters.hidden_size, 1)
+        flops = REFERENCE_FLOPS_PER_CPU[dtype] * num_threads
+        fitting = int(STEP_SECONDS * flops / per_token) // 32 * 32
+        budget = max(min(fitting, MAX_BUDGET), MIN_BUDGET, args.max_num_seqs or 0)
+        budget = choices.choose(
+            "max_num_batched_tokens", budget, f"a step takes about {STEP_SECONDS * 1e3:.0f} ms"
+        )
+    if not args.enable_chunked_prefill and budget < parameters.max_context:
+        length = args.max_model_len or parameters.max_context
+        if budget < length and args.max_num_batched_tokens is not None:
+            raise ConfigError(
+                f"max_num_batched_tokens={budget} is less than max_model_len={length}, which"
+                f" enable_chunked_prefill=False needs; raise it to {length}."
+            )
+        budget = max(budget, length)
+    return budget
+
+
+def _max_num_seqs(args: EngineArgs, budget: int, choices: _Choices) -> int:
+    if args.max_num_seqs is not None:
+        return _at_least("max_num_seqs", args.max_num_seqs, 1)
+    return choices.choose(
+        "max_num_seqs", min(DEFAULT_MAX_NUM_SEQS, budget), "each takes a token of a step"
+    )
+
+
+def _num_blocks(
+    args: EngineArgs,
+    ledger: MemoryLedger,
+    bytes_per_block: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+) -> int:
+    """Blocks of the pool, the null block not counted."""
+    if ledger.left <= 0:
+        raise MemoryBudgetError(
+            f"{format_bytes(ledger.available)} of memory are available, but the weights need"
+            f" {format_bytes(ledger.weights)}, a step {format_bytes(ledger.workspace)} and the"
+            f" process {format_bytes(ledger.reserve)}. Use a smaller model or dtype, or free"
+            f" {format_bytes(-ledger.left)}."
+        )
+    if args.num_kv_blocks is not None:
+        num_blocks = _at_least("num_kv_blocks", args.num_kv_blocks, 1)
+        setting = f"num_kv_blocks={num_blocks}"
+    elif args.kv_cache_memory_bytes is not None:
+        num_blocks = args.kv_cache_memory_bytes // bytes_per_block - 1
+        setting = f"kv_cache_memory_bytes={args.kv_cache_memory_bytes}"
+    else:
+        if not 0 < args.kv_cache_memory_fraction <= 1:
+            raise ConfigError(
+                f"kv_cache_memory_fraction={args.kv_cache_memory_fraction} must lie in (0, 1]."
+            )
+        share = int(ledger.left * args.kv_cache_memory_fraction)
+        useful = max_num_seqs * -(-max_model_len // block_size)
+        num_blocks = min(share // bytes_per_block - 1, useful)
+        setting = f"kv_cache_memory_fraction={args.kv_cache_memory_fraction}"
+    if num_blocks < 1:
+        raise MemoryBudgetError(
+            f"{setting} gives the KV cache no block: one takes {format_bytes(bytes_per_block)},"
+            f" and the null block one more. Give it at least {2 * bytes_per_block} bytes."
+        )
+    if (num_blocks + 1) * bytes_per_block > ledger.left:
+        raise MemoryBudgetError(
+            f"{setting} needs {format_bytes((num_blocks + 1) * bytes_per_block)} for the KV cache,"
+            f" but {format_bytes(ledger.left)} are left; the largest num_kv_blocks that fits is"
+            f" {max(ledger.left // bytes_per_block - 1, 0)}."
+        )
+    return num_blocks
+
+
+def _fit_model_len(
+    args: EngineArgs,
+    max_model_len: int,
+    num_blocks: int,
+    block_size: int,
+    bytes_per_block: int,
+    ledger: MemoryLedger,
+    choices: _Choices,
+) -> int:
+    """One request of the full length must fit the pool, or be made to (`max_model_len=-1`)."""
+    capacity = num_blocks * block_size
+    if max_model_len <= capacity:
+        return max_model_len
+    if args.max_model_len == -1:
+        return choices.choose("max_model_len", capacity, "what the KV cache holds")
+    needed = (-(-max_model_len // block_size) + 1) * bytes_per_block
+    raise MemoryBudgetError(
+        f"max_model_len={max_model_len} needs {format_bytes(needed)} of KV cache, but it has"
+        f" {format_bytes((num_blocks + 1) * bytes_per_block)} ({format_bytes(ledger.left)} are"
+        f" left beside the weights). The largest max_model_len that fits is {capacity}; -1 takes"
+        f" it. Or give the cache more with kv_cache_memory_bytes."
+    )
+
+
+def _scheduler(
+    args: EngineArgs, max_num_seqs: int, budget: int, max_model_len: int
+) -> SchedulerConfig:
+    if args.scheduling_policy not in POLICIES:
+        raise ConfigError(
+            f"scheduling_policy={args.scheduling_policy!r} is not one of: {', '.join(POLICIES)}."
+            f"{did_you_mean(args.scheduling_policy, POLICIES)}"
+        )
+    threshold = args.long_prefill_token_threshold
+    if not 0 <= threshold <= max_model_len:
+        raise ConfigError(
+            f"long_prefill_token_threshold={threshold} must lie between 0 (off) and"
+            f" max_model_len, {max_model_len}."
+        )
+    return SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        long_prefill_token_threshold=threshold,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        policy=args.scheduling_policy,
+        max_steps_in_flight=2 if args.async_scheduling else 1,
+    )
+
+
+def _at_least(name: str, value: int, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}.")
+    return value
