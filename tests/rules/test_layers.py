@@ -1,0 +1,97 @@
+"""Imports point down, and there are no cycles between packages."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "tokenmill"
+
+LAYERS: list[set[str]] = [
+    {"entrypoints"},
+    {"engine"},
+    {"core", "executor"},
+    {"worker"},
+    {"features"},
+    {"models"},
+    {"layers"},
+    {"attention", "sampling", "quantization", "parallel"},
+    {"kernels"},
+    {"contracts"},
+    {"config"},
+    {"tokenizer"},
+    {"checkpoint"},
+    {"observe"},
+    {"outputs", "sampling_params"},
+    {"errors"},
+]
+"""From the top; a package imports from packages below it only."""
+
+DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in layer}
+
+WITHOUT_TORCH = ["core", "contracts", "config", "engine", "tokenizer", "checkpoint", "observe"]
+"""Packages that load no torch when they are imported."""
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imported_packages(path: Path) -> list[tuple[int, str]]:
+    """(line, package of tokenmill) of every import in the file, wherever it stands."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            module = node.module or ""
+            names = (
+                [f"tokenmill.{alias.name}" for alias in node.names]
+                if module == "tokenmill"
+                else [module]
+            )
+        else:
+            continue
+        found += [(node.lineno, n.split(".")[1]) for n in names if n.startswith("tokenmill.")]
+    return found
+
+
+def test_every_package_has_a_layer() -> None:
+    found = {package_of(path) for path in modules()} - {"__init__"}
+    assert found <= set(DEPTH)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_down(path: Path) -> None:
+    package = package_of(path)
+    if package == "__init__":  # the public names, imported lazily from everywhere
+        return
+    wrong = [
+        f"line {line}: {package} imports {other}"
+        for line, other in imported_packages(path)
+        if other != package and DEPTH[other] <= DEPTH[package] and other != "__version__"
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_torch_stays_out_of_the_host_packages(path: Path) -> None:
+    if package_of(path) not in WITHOUT_TORCH:
+        return
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        names = (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+        assert not any(name.split(".")[0] == "torch" for name in names), f"line {node.lineno}"
