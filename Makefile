@@ -1,0 +1,52 @@
+# tokenmill: `make run` answers a prompt on real weights, `make test` runs the checks.
+#
+#   PYTHON   interpreter for the virtual environment (3.11 or newer)
+#   VENV     where it goes
+#   TORCH    requirement that picks the torch build; installed first, so that nothing else
+#            brings in another one
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PROMPT ?= Why is the sky blue? Answer in two sentences.
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: run test test-all lint bench docs clean
+
+run: $(VENV)/.installed
+	$(BIN)/tokenmill chat "$(PROMPT)"
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-all: lint
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/offline.py
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install "$(TORCH)"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(PIP) install --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
+	$(PIP) install --editable ".[dev]"
+	touch $@
