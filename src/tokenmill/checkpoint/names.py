@@ -28,6 +28,9 @@ _PATH_LIKE = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 
+_DIRECTORY_MARKS = ("config.json", "tokenizer.json")
+"""A directory with one of these is used as it is: a model, or a tokenizer alone."""
+
 
 def resolve_model(
     name: str,
@@ -63,7 +66,7 @@ def known_names() -> list[str]:
 
 def _model_in(path: Path) -> Path:
     """`path` itself, or the only GGUF file of a directory that holds nothing else to load."""
-    if not path.is_dir() or (path / "config.json").is_file():
+    if not path.is_dir() or any((path / name).is_file() for name in _DIRECTORY_MARKS):
         return path
     files = sorted(file.name for file in path.glob("*.gguf"))
     if len(files) == 1:

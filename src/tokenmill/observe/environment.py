@@ -53,3 +53,8 @@ def log_level(default: str, environ: Mapping[str, str] = os.environ) -> str:
             f"{did_you_mean(level, LOG_LEVELS)}"
         )
     return level
+
+
+def wants_tracebacks(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether errors are shown with their traceback: at log level debug. Raises nothing."""
+    return environ.get("TOKENMILL_LOG_LEVEL", "").lower() == "debug"

@@ -1,0 +1,74 @@
+"""The command `tokenmill`.
+
+Exit codes: 0 done; 2 the command line or the request is wrong; 1 anything else went wrong; 130
+interrupted by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, Parameter
+
+from tokenmill import __version__
+from tokenmill.entrypoints.cli.session import BuildLLM, build_llm
+from tokenmill.errors import ConfigError, InvalidRequestError, TokenmillError
+from tokenmill.observe.environment import wants_tracebacks
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+app = App(
+    name="tokenmill",
+    help="An engine for LLM inference and serving.",
+    version=f"tokenmill {__version__}",
+    help_format="plaintext",  # rendering Markdown would double the time of --help
+    default_parameter=Parameter(negative_iterable=()),
+)
+_HERE = "tokenmill.entrypoints.cli"
+app.command(f"{_HERE}.chat:app", name="chat", help="Talk with a model, or ask it one question.")
+app.command(f"{_HERE}.generate:app", name="generate", help="Continue prompts.")
+app.command(f"{_HERE}.models:app", name="models", help="List, fetch and remove models.")
+app.command(
+    f"{_HERE}.collect_env:collect_env",
+    name="collect-env",
+    help="Print what a bug report needs to say about this machine.",
+)
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str], build_llm: BuildLLM = build_llm) -> int:
+    """Run one command and return its exit code; `build_llm` makes its engine."""
+    try:
+        return _run(arguments, build_llm)
+    except (CycloptsError, InvalidRequestError, ConfigError) as error:
+        return _report(error, EXIT_USAGE)
+    except TokenmillError as error:
+        return _report(error, EXIT_FAILURE)
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has left, as in `tokenmill ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+
+
+def _run(arguments: Sequence[str], build_llm: BuildLLM) -> int:
+    command, bound, not_parsed = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    handed_in = {"build_llm": build_llm} if "build_llm" in not_parsed else {}
+    return command(*bound.args, **bound.kwargs, **handed_in) or 0
+
+
+def _report(error: Exception, exit_code: int) -> int:
+    if wants_tracebacks():
+        traceback.print_exception(error)
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return exit_code

@@ -1,0 +1,72 @@
+"""What is shown on stderr while a model is fetched and loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with (stage, bytes done, bytes in total)."""
+
+
+@contextmanager
+def loading_progress(console: Console, *, shown: bool) -> Iterator[OnProgress]:
+    """Give a function to be called with progress: bars with rate and time left on a terminal,
+    which vanish at the end; elsewhere one line for each stage.
+    """
+    if not shown:
+        yield lambda stage, done, total: None
+    elif console.is_terminal:
+        with _bars(console) as on_progress:
+            yield on_progress
+    else:
+        yield _line_per_stage(console)
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[OnProgress]:
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, transient=True) as bars:
+
+        def on_progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield on_progress
+
+
+def _line_per_stage(console: Console) -> OnProgress:
+    started: dict[str, float] = {}
+    finished: set[str] = set()
+
+    def on_progress(stage: str, done: int, total: int) -> None:
+        started.setdefault(stage, time.monotonic())
+        if done >= total and stage not in finished:
+            finished.add(stage)
+            seconds = time.monotonic() - started[stage]
+            console.print(f"{stage}: {total / 1e6:.1f} MB in {seconds:.1f} s")
+
+    return on_progress
