@@ -1,0 +1,186 @@
+"""What the scheduler asks of the KV cache: hits, slots, caching, release."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.contracts.plan import BlockIds
+from tokenmill.core.kv.block_pool import BlockPool, KVCacheBlock
+from tokenmill.core.kv.groups import build_groups
+from tokenmill.core.kv.hashing import BlockHasher, ChainedBlockHasher, NoBlockHasher
+from tokenmill.core.kv.verify import CompareTokens, HitVerifier, TrustHashes
+from tokenmill.core.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBlocks:
+    """Cached blocks that begin a request's sequence. Nothing is held until slots are allocated."""
+
+    blocks: tuple[list[KVCacheBlock], ...] = ()
+    """One list per KV cache group, all equally long; no lists if nothing was looked up."""
+    num_tokens: int = 0
+    """Tokens in these blocks, the same in every group."""
+    num_queried_tokens: int = 0
+    """Tokens that were looked up; 0 if the request may not read the cache."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Hits in each group."""
+        return len(self.blocks[0]) if self.blocks else 0
+
+    def count_free(self) -> int:
+        """Hits that no table holds: taking them shortens the free list."""
+        return sum(block.ref_count == 0 for hits in self.blocks for block in hits)
+
+
+NO_COMPUTED_BLOCKS = ComputedBlocks()
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Counted once per request, when it is first admitted; only grows."""
+
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+
+    def record(self, computed: ComputedBlocks) -> None:
+        self.num_queried_tokens += computed.num_queried_tokens
+        self.num_hit_tokens += computed.num_tokens
+
+
+class KVCacheManager:
+    """Block tables of all running requests, over one pool.
+
+    `verify_hits` is the debug mode that compares tokens on every hit.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        max_model_len: int,
+        enable_prefix_caching: bool,
+        verify_hits: bool = False,
+    ) -> None:
+        self.block_size = config.block_size
+        self.pool = BlockPool(config.num_blocks)
+        verifier: HitVerifier = CompareTokens(self.block_size) if verify_hits else TrustHashes()
+        self._groups = build_groups(config, self.pool, verifier)
+        self._no_new_blocks: BlockIds = tuple([] for _ in self._groups)
+        self._enable_prefix_caching = enable_prefix_caching
+        self._hasher: BlockHasher = (
+            ChainedBlockHasher(self.block_size) if enable_prefix_caching else NoBlockHasher()
+        )
+        self.num_usable_tokens = self.pool.num_usable_blocks // len(self._groups) * self.block_size
+        """Tokens of one sequence that the whole pool can hold."""
+        self._max_slots = min(max_model_len, self.num_usable_tokens)
+        self.prefix_cache_stats = PrefixCacheStats()
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return self.pool.num_used_blocks / self.pool.num_usable_blocks
+
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
+        """The longest cached prefix of a request that holds no blocks.
+
+        At least the last token is left to be computed, since its logits are needed. A request
+        that is owed prompt log-probabilities reads nothing: it needs the logits of all its prompt.
+        """
+        if not self._enable_prefix_caching or request.pending_prompt_logprobs is not None:
+            return NO_COMPUTED_BLOCKS
+        self._hasher.extend(request)
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        hits = [group.find_longest_hit(request, max_blocks) for group in self._groups]
+        num_blocks = min(len(blocks) for blocks in hits)
+        return ComputedBlocks(
+            blocks=tuple(blocks[:num_blocks] for blocks in hits),
+            num_tokens=num_blocks * self.block_size,
+            num_queried_tokens=request.num_tokens,
+        )
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        *,
+        computed: ComputedBlocks = NO_COMPUTED_BLOCKS,
+        num_lookahead_tokens: int = 0,
+        num_must_fit: int = 0,
+    ) -> BlockIds | None:
+        """Slots for a request's next tokens.
+
+            | table so far | new blocks .................................................. |
+            | computed     | `computed` hits | num_new_tokens | num_lookahead_tokens         |
+
+        New tokens include drafts; lookahead slots are where a drafter writes, and end where the
+        longest sequence ends. Hits are for a request that holds nothing yet. With `num_must_fit`
+        a sequence of so many tokens must fit, though blocks are taken for the new ones only.
+
+        Returns the blocks appended to the table, hits not among them, one list per group (shared
+        and empty if there are none); or None, with nothing changed, if too few blocks are free.
+        """
+        request_id = request.request_id
+        num_computed_tokens = request.num_computed_tokens + computed.num_tokens
+        num_slots = num_computed_tokens + num_new_tokens + num_lookahead_tokens
+        # Every group keeps whole sequences, so a request's tables are equally long.
+        num_held = self._groups[0].table_length(request_id) + computed.num_blocks
+        num_missing = self._num_blocks(num_slots) - num_held
+        num_must_be_free = self._num_blocks(max(num_slots, num_must_fit)) - num_held
+        if num_must_be_free <= 0 and not computed.num_blocks:
+            return self._no_new_blocks
+        num_free = self.pool.num_free_blocks - computed.count_free()
+        if num_must_be_free * len(self._groups) > num_free:
+            return None
+        for group, hits in zip(self._groups, computed.blocks, strict=False):
+            group.append_hits(request_id, hits)
+        return tuple(group.append_new(request_id, num_missing) for group in self._groups)
+
+    def block_ids(self, request: Request) -> BlockIds:
+        """The request's block tables, one per group."""
+        return tuple(group.block_ids(request.request_id) for group in self._groups)
+
+    def cache_blocks(self, request: Request, num_settled_tokens: int) -> None:
+        """Make full blocks of settled tokens findable; drafts and tokens in flight never are."""
+        num_full = min(num_settled_tokens, request.num_tokens) // self.block_size
+        if len(request.block_hashes) < num_full:
+            self._hasher.extend(request)
+        num_hashed = min(num_full, len(request.block_hashes))
+        for group in self._groups:
+            group.cache_blocks(request, num_hashed)
+
+    def forget(self, request: Request) -> None:
+        """Make a request's blocks unfindable: what they hold is in doubt."""
+        for group in self._groups:
+            group.forget(request.request_id)
+
+    def free(self, request: Request) -> None:
+        """Release all blocks of a request; may be repeated. Cached contents stay findable.
+
+        Steps in flight may still use the blocks: workers run steps in order, so whoever gets a
+        block next writes it after them.
+        """
+        for group in self._groups:
+            group.free(request.request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; refused (False) while any request holds blocks."""
+        return self.pool.reset_prefix_cache()
+
+    def audit(self) -> list[str]:
+        """Everything that is wrong with counts, tables and lists, in words."""
+        return self.pool.audit(table for group in self._groups for table in group.tables)
+
+    def repair_leak(self) -> None:
+        """To be called when no request runs: blocks still in use then are logged and recovered."""
+        if self.pool.num_used_blocks == 0:
+            return
+        logger.error("KV blocks leaked, rebuilding the pool: %s", "; ".join(self.audit()))
+        self.pool.rebuild()
+
+    def _num_blocks(self, num_slots: int) -> int:
+        return -(-min(num_slots, self._max_slots) // self.block_size)

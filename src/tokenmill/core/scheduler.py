@@ -1,0 +1,379 @@
+"""Which request computes how many tokens in the next step, and what a result means.
+
+There is one rule for prefill and decode: a request has tokens it knows (and expects, and drafts)
+and tokens it has computed, and a step computes a part of the difference. Chunked prompts, prefix
+hits, speculation and resumption after preemption follow from it.
+
+Several plans may be in flight. Counters move when a plan is made, so that the next one can be made
+before its result is back; results settle in the order of the plans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from tokenmill.config.engine_config import SchedulerConfig
+from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.contracts.plan import SchedulerOutput
+from tokenmill.contracts.request import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+)
+from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.core.admission import (
+    AcceptanceRule,
+    FitsContext,
+    FitsPool,
+    HasTokensToGenerate,
+    OutputSettled,
+    ReadinessRule,
+)
+from tokenmill.core.deadlines import Deadlines
+from tokenmill.core.kv.manager import KVCacheManager
+from tokenmill.core.limits import check_limits, max_chunk
+from tokenmill.core.policy import get_policy
+from tokenmill.core.request import Request, RequestStatus
+from tokenmill.core.rows import RowAllocator
+from tokenmill.core.step import Step
+from tokenmill.core.stop import append_tokens, describe_fault
+
+
+class Scheduler:
+    """Owns every live request, the rows and the blocks.
+
+    Args:
+        config: limits of a step and of a request.
+        kv_cache_config: the pool.
+        vocab_size: sampled ids must be below; others end their request with an error.
+        enable_prefix_caching: share blocks of equal prefixes.
+        num_speculative_tokens: most drafts checked per request and step; 0 without a drafter.
+        readiness_rules: rules of features that hold requests back.
+        clock: seconds, monotonic.
+        verify_prefix_hits: debug mode that compares tokens on every prefix hit.
+
+    Raises:
+        ConfigError: settings that cannot work together.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        vocab_size: int,
+        enable_prefix_caching: bool,
+        num_speculative_tokens: int = 0,
+        readiness_rules: Sequence[ReadinessRule] = (),
+        clock: Callable[[], float] = time.monotonic,
+        verify_prefix_hits: bool = False,
+    ) -> None:
+        check_limits(config)
+        self.config = config
+        self.kv = KVCacheManager(
+            kv_cache_config,
+            max_model_len=config.max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            verify_hits=verify_prefix_hits,
+        )
+        self._vocab_size = vocab_size
+        self._num_speculative_tokens = num_speculative_tokens
+        self._clock = clock
+        self._max_chunk = max_chunk(config)
+        # The last token of a sequence needs no slot: it is never computed.
+        self._max_total_tokens = min(config.max_model_len, self.kv.num_usable_tokens + 1)
+
+        self._acceptance_rules: tuple[AcceptanceRule, ...] = (
+            HasTokensToGenerate(),
+            FitsContext(config.max_model_len),
+            FitsPool(self.kv.num_usable_tokens),
+        )
+        self._readiness_rules: tuple[ReadinessRule, ...] = (OutputSettled(), *readiness_rules)
+        self._policy = get_policy(config.policy)
+
+        self.requests: dict[str, Request] = {}
+        """All live requests by id."""
+        self.waiting = self._policy.make_queue()
+        self.running: dict[str, Request] = {}
+        """By id, in the order of admission."""
+        self._rows = RowAllocator(config.max_num_seqs)
+        self._freed_rows: list[int] = []
+        self._deadlines = Deadlines()
+        self._in_flight: deque[Step] = deque()
+        self._next_step_id = 0
+        self._ended_outputs: list[EngineCoreOutput] = []
+        self._num_preemptions = 0
+        self._num_errors = 0
+
+    # ---- requests come and go -------------------------------------------------------------
+
+    def add_request(self, data: EngineCoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it could never be served; the message gives the numbers.
+        """
+        assert data.request_id not in self.requests, f"request id {data.request_id} is in use"
+        for rule in self._acceptance_rules:
+            rule.check(data)
+        request = Request(data, max_total_tokens=self._max_total_tokens)
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+        self._deadlines.add(data)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End these requests, whatever they are doing. Unknown and ended ids are passed over.
+
+        No output is made: whoever aborts knows. What is in flight for them is dropped.
+        """
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is alive."""
+        return bool(self.requests)
+
+    def has_requests(self) -> bool:
+        """Whether a request is alive, or has an output that nobody has fetched."""
+        return bool(self.requests or self._ended_outputs)
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prefixes; False if blocks are in use.
+
+        With `reset_running_requests` all running requests are preempted first, so that it always
+        succeeds; they lose no token and start over in their order.
+        """
+        if reset_running_requests:
+            for request in reversed(list(self.running.values())):
+                self._preempt(request)
+        return self.kv.reset_prefix_cache()
+
+    def make_stats(self) -> SchedulerStats:
+        """The state now, and the counters since the start."""
+        prefix_cache = self.kv.prefix_cache_stats
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_used_blocks=self.kv.pool.num_used_blocks,
+            num_blocks=self.kv.pool.num_usable_blocks,
+            prefix_cache_queries=prefix_cache.num_queried_tokens,
+            prefix_cache_hits=prefix_cache.num_hit_tokens,
+            num_preemptions=self._num_preemptions,
+            num_errors=self._num_errors,
+        )
+
+    # ---- planning -------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step, and count it as in flight unless it is empty.
+
+        An empty plan must not be sent. Rows that were freed are told in the next plan that is not.
+        """
+        now = self._clock()
+        self._abort_overdue(now)
+        step = Step(SchedulerOutput(self._next_step_id), self.config.max_num_batched_tokens)
+        self._schedule_running(step)
+        if not step.num_preempted:
+            self._schedule_waiting(step, now)
+        if step.requests:
+            self._launch(step)
+        return step.plan
+
+    def _schedule_running(self, step: Step) -> None:
+        """Continue running requests in the order of admission, preempting where blocks lack."""
+        for request in list(self.running.values()):
+            if not step.token_budget:
+                break
+            if not request.is_running:  # preempted for one before it
+                continue
+            num_new_tokens = self._num_new_tokens(request, step.token_budget)
+            if not num_new_tokens:
+                continue
+            if not self._take_slots(request, num_new_tokens, step):
+                break
+            step.add(request, num_new_tokens)
+
+    def _num_new_tokens(self, request: Request, token_budget: int) -> int:
+        """Tokens of a running request to compute in this step; 0 is to leave it out."""
+        if self._num_speculative_tokens and request.num_output_placeholders:
+            return 0  # its drafts come with the sample in flight
+        return min(request.num_pending_tokens, self._max_chunk, token_budget)
+
+    def _take_slots(self, request: Request, num_new_tokens: int, step: Step) -> bool:
+        """Get slots, preempting others if need be; False if the request itself had to give way."""
+        while True:
+            new_block_ids = self.kv.allocate_slots(
+                request, num_new_tokens, num_lookahead_tokens=self._num_speculative_tokens
+            )
+            if new_block_ids is not None:
+                step.add_block_ids(request, new_block_ids)
+                return True
+            victim = self._policy.choose_victim(self.running)
+            step.remove(victim)
+            step.num_preempted += 1
+            self._preempt(victim)
+            if victim is request:
+                return False
+
+    def _schedule_waiting(self, step: Step, now: float) -> None:
+        """Start waiting requests in their order, until one that is ready does not fit."""
+        set_aside = []
+        while self.waiting and step.token_budget and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting.peek()
+            request.wait_reason = self._wait_reason(request)
+            if request.wait_reason is not None:
+                set_aside.append(self.waiting.pop())
+            elif not self._start(request, step, now):
+                break
+        for request in reversed(set_aside):
+            self.waiting.prepend(request)
+
+    def _wait_reason(self, request: Request) -> str | None:
+        reasons = (rule.wait_reason(request) for rule in self._readiness_rules)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def _start(self, request: Request, step: Step, now: float) -> bool:
+        """Admit the first waiting request, if budget and blocks allow; False leaves all as it was.
+
+        Hits are looked up, tokens counted and blocks taken in one go, so that none can go stale.
+        """
+        computed = self.kv.get_computed_blocks(request)
+        num_new_tokens = min(request.num_tokens - computed.num_tokens, self._max_chunk)
+        if num_new_tokens > step.token_budget:
+            if not self.config.enable_chunked_prefill:
+                return False
+            num_new_tokens = step.token_budget
+        new_block_ids = self.kv.allocate_slots(
+            request,
+            num_new_tokens,
+            computed=computed,
+            num_lookahead_tokens=self._num_speculative_tokens,
+            num_must_fit=request.num_tokens + self._num_speculative_tokens,
+        )
+        if new_block_ids is None:
+            return False
+        self.waiting.pop()
+        self.running[request.request_id] = request
+        request.start(self._rows.take(), computed.num_tokens)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = now
+            request.num_cached_tokens = computed.num_tokens
+            self.kv.prefix_cache_stats.record(computed)
+        step.add_new(request, self.kv.block_ids(request))
+        step.add(request, num_new_tokens)
+        return True
+
+    def _launch(self, step: Step) -> None:
+        step.plan.finished_rows, self._freed_rows = self._freed_rows, []
+        step.launch()
+        self._in_flight.append(step)
+        self._next_step_id += 1
+
+    # ---- settling -------------------------------------------------------------------------
+
+    def update_from_output(
+        self, plan: SchedulerOutput, result: ModelRunnerOutput
+    ) -> EngineCoreOutputs:
+        """Settle the oldest plan in flight: append tokens, end requests, cache full blocks."""
+        step = self._in_flight.popleft()
+        assert step.plan is plan, "plans settle in the order in which they were made"
+        assert result.step_id == plan.step_id, "this is another plan's result"
+        outputs = []
+        for index, request in enumerate(step.requests):
+            request.num_steps_in_flight -= 1
+            if request.is_finished:
+                continue
+            output = self._settle(step, index, result)
+            if output is not None:
+                outputs.append(output)
+        return self._collect(outputs)
+
+    def take_outputs(self) -> EngineCoreOutputs:
+        """Outputs of requests that ended without a result, for when no step is in flight."""
+        return self._collect([])
+
+    def _settle(self, step: Step, index: int, result: ModelRunnerOutput) -> EngineCoreOutput | None:
+        """Apply one request's part of a result; None if there is nothing to tell."""
+        request = step.requests[index]
+        request_id = request.request_id
+        sampled = result.sampled_token_ids[index]
+        num_due = step.num_due(index)
+        error = result.errors.get(request_id)
+        if error is None:
+            error = describe_fault(sampled, num_due, self._vocab_size)
+        if error is not None:
+            return self._fail(request, error)
+
+        if request.pending_prompt_logprobs is not None:
+            request.pending_prompt_logprobs += result.prompt_logprobs.get(request_id, ())
+        token_ids, stop = append_tokens(request, sampled)
+        if request.is_running:  # a preempted one has given its counters and blocks back
+            request.settle(step.plan.num_scheduled_tokens[index], num_due, len(sampled))
+            self.kv.cache_blocks(request, request.num_settled_tokens)
+            if num_due and request_id in result.draft_token_ids:
+                drafts = result.draft_token_ids[request_id]
+                request.draft_token_ids = drafts[: self._num_speculative_tokens]
+        if not token_ids:
+            return None
+        if stop is not None:
+            self._finish(request, stop.status)
+        output = request.make_output()
+        output.new_token_ids = token_ids
+        output.stop_reason = None if stop is None else stop.stop_reason
+        if request_id in result.logprobs:
+            output.new_logprobs = result.logprobs[request_id][: len(token_ids)]
+        output.prompt_logprobs = request.take_prompt_logprobs()
+        return output
+
+    def _collect(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
+        ended, self._ended_outputs = self._ended_outputs, []
+        return EngineCoreOutputs(outputs=ended + outputs, stats=self.make_stats())
+
+    # ---- ends and preemption --------------------------------------------------------------
+
+    def _fail(self, request: Request, error: str) -> EngineCoreOutput:
+        """End one request with an error; the others do not notice."""
+        self._num_errors += 1
+        self.kv.forget(request)
+        self._finish(request, RequestStatus.FINISHED_ERROR)
+        output = request.make_output()
+        output.error = error
+        return output
+
+    def _abort_overdue(self, now: float) -> None:
+        for request_id in self._deadlines.pop_overdue(now):
+            request = self.requests.get(request_id)
+            if request is not None:
+                self._finish(request, RequestStatus.FINISHED_ABORTED)
+                self._ended_outputs.append(request.make_output())
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks and row; it waits in front and computes again."""
+        self._leave_running(request)
+        request.preempt()
+        self._num_preemptions += 1
+        self.waiting.prepend(request)
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """End a live request in any state; the one way out."""
+        if request.is_running:
+            self._leave_running(request)
+        else:
+            self.waiting.remove(request)
+        request.transition(status)
+        del self.requests[request.request_id]
+        if not self.running:
+            self.kv.repair_leak()
+
+    def _leave_running(self, request: Request) -> None:
+        del self.running[request.request_id]
+        self.kv.free(request)
+        assert request.row is not None
+        self._rows.release(request.row)
+        self._freed_rows.append(request.row)
+        request.row = None

@@ -1,0 +1,97 @@
+"""One step: its plan while it is made, and the requests in it while it is in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenmill.contracts.plan import BlockIds, NewRequestData, SchedulerOutput
+from tokenmill.core.request import Request
+
+@dataclass(slots=True)
+class Step:
+    """A plan, the requests of its batch (parallel lists), and what is left of the budget."""
+
+    plan: SchedulerOutput
+    token_budget: int
+    """Tokens that may still be scheduled."""
+    requests: list[Request] = field(default_factory=list)
+    num_preempted: int = 0
+
+    def add(self, request: Request, num_new_tokens: int) -> None:
+        """Schedule the request's next tokens; its drafts are the last of them."""
+        plan = self.plan
+        end = request.num_computed_tokens + num_new_tokens
+        num_drafts = max(0, end - request.num_expected_tokens)
+        is_sampled = end >= request.num_expected_tokens
+        if request.owes_prompt_logits:
+            num_logits = num_new_tokens
+        else:
+            num_logits = 1 + num_drafts if is_sampled else 0
+        if num_drafts:
+            plan.draft_token_ids[request.request_id] = request.draft_token_ids[:num_drafts]
+        plan.req_ids.append(request.request_id)
+        assert request.row is not None
+        plan.rows.append(request.row)
+        plan.num_scheduled_tokens.append(num_new_tokens)
+        plan.num_logits.append(num_logits)
+        plan.is_sampled.append(is_sampled)
+        self.requests.append(request)
+        self.token_budget -= num_new_tokens
+
+    def add_block_ids(self, request: Request, new_block_ids: BlockIds) -> None:
+        """Tell the workers which blocks a running request's tables grow by, if any."""
+        if new_block_ids[0]:
+            assert request.row is not None
+            self.plan.scheduled_cached_reqs.rows.append(request.row)
+            self.plan.scheduled_cached_reqs.new_block_ids.append(new_block_ids)
+
+    def add_new(self, request: Request, block_ids: BlockIds) -> None:
+        """Tell the workers everything about a request that enters its row."""
+        assert request.row is not None
+        self.plan.scheduled_new_reqs.append(
+            NewRequestData.from_request(
+                request.data,
+                row=request.row,
+                token_ids=request.all_token_ids.copy(),
+                num_computed_tokens=request.num_computed_tokens,
+                block_ids=block_ids,
+            )
+        )
+
+    def remove(self, request: Request) -> None:
+        """Undo `add` and `add_block_ids` for a running request that has to give way after all."""
+        plan, cached = self.plan, self.plan.scheduled_cached_reqs
+        if request not in self.requests:
+            return
+        index = self.requests.index(request)
+        self.token_budget += plan.num_scheduled_tokens[index]
+        parallel: tuple[list[Request] | list[str] | list[int] | list[bool], ...] = (
+            self.requests,
+            plan.req_ids,
+            plan.rows,
+            plan.num_scheduled_tokens,
+            plan.num_logits,
+            plan.is_sampled,
+        )
+        for entries in parallel:
+            del entries[index]
+        plan.draft_token_ids.pop(request.request_id, None)
+        if request.row in cached.rows:
+            index = cached.rows.index(request.row)
+            del cached.rows[index]
+            del cached.new_block_ids[index]
+
+    def num_due(self, index: int) -> int:
+        """Most tokens that entry `index` of the batch may bring."""
+        if not self.plan.is_sampled[index]:
+            return 0
+        return 1 + len(self.plan.draft_token_ids.get(self.plan.req_ids[index], ()))
+
+    def launch(self) -> None:
+        """Count the step's tokens as computed and its samples as expected."""
+        for index, request in enumerate(self.requests):
+            request.num_computed_tokens += self.plan.num_scheduled_tokens[index]
+            request.num_output_placeholders += self.num_due(index)
+            request.num_steps_in_flight += 1
+            if request.draft_token_ids:
+                request.draft_token_ids = []

@@ -1,0 +1,458 @@
+"""A scheduler on a device whose every step can be checked by hand.
+
+`FakeExecutor` keeps rows and KV slots as a real worker does. Instead of K and V a slot holds the
+digest of the whole token prefix up to its token, so that the executor can tell whether every slot
+that a row reads belongs to the row's own prefix. The next token is a fixed function of that digest,
+so that `generate_alone` knows what each request must bring, whatever else runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tokenmill.config.engine_config import SchedulerConfig
+from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from tokenmill.contracts.plan import GrammarOutput, NewRequestData, SchedulerOutput
+from tokenmill.contracts.request import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    TokenLogprobs,
+)
+from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.core.request import Request
+from tokenmill.core.scheduler import Scheduler
+from tokenmill.engine.core import EngineCore
+from tokenmill.sampling_params import SamplingParams
+
+VOCAB_SIZE = 1000
+EOS = 2
+BLOCK_SIZE = 4
+
+_ids = itertools.count()
+
+
+# ---- factories ----------------------------------------------------------------------------------
+
+
+def create_kv_cache_config(
+    num_blocks: int = 1000, block_size: int = BLOCK_SIZE, num_groups: int = 1
+) -> KVCacheConfig:
+    spec = KVCacheSpec(num_kv_heads=1, head_size=8, dtype="float32")
+    groups = tuple(KVCacheGroup((f"layer.{index}",), spec) for index in range(num_groups))
+    return KVCacheConfig(num_blocks=num_blocks, block_size=block_size, groups=groups)
+
+
+def create_scheduler(
+    *,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 256,
+    long_prefill_token_threshold: int = 0,
+    enable_chunked_prefill: bool = True,
+    policy: str = "fcfs",
+    max_steps_in_flight: int = 1,
+    num_blocks: int = 1000,
+    block_size: int = BLOCK_SIZE,
+    num_groups: int = 1,
+    enable_prefix_caching: bool = True,
+    **kwargs: object,
+) -> Scheduler:
+    """A scheduler with small limits that verifies every prefix hit; `kwargs` go to it as well."""
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        enable_chunked_prefill=enable_chunked_prefill,
+        policy=policy,
+        max_steps_in_flight=max_steps_in_flight,
+    )
+    return Scheduler(
+        config,
+        create_kv_cache_config(num_blocks, block_size, num_groups),
+        vocab_size=VOCAB_SIZE,
+        enable_prefix_caching=enable_prefix_caching,
+        verify_prefix_hits=True,
+        **kwargs,
+    )
+
+
+def create_request(
+    prompt: int | list[int] = 8,
+    *,
+    request_id: str | None = None,
+    max_tokens: int = 4,
+    min_tokens: int = 0,
+    prompt_logprobs: int | None = None,
+    logprobs: int | None = None,
+    eos_token_id: int | None = EOS,
+    arrival_time: float | None = None,
+    **kwargs: object,
+) -> EngineCoreRequest:
+    """A request; `prompt` is its ids, or how many ids of its own it gets."""
+    number = next(_ids)
+    if isinstance(prompt, int):
+        prompt = [
+            3 + (number * 37 + position * 11) % (VOCAB_SIZE - 3) for position in range(prompt)
+        ]
+    return EngineCoreRequest(
+        request_id=request_id or f"r{number}",
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(
+            max_tokens=max(max_tokens, min_tokens),
+            min_tokens=min_tokens,
+            prompt_logprobs=prompt_logprobs,
+            logprobs=logprobs,
+        ),
+        seed=0,
+        max_tokens=max_tokens,
+        arrival_time=float(number) if arrival_time is None else arrival_time,
+        eos_token_id=eos_token_id,
+        **kwargs,
+    )
+
+
+# ---- the model ----------------------------------------------------------------------------------
+
+NextToken = Callable[[int], int]
+"""From the digest of a prefix to the token that follows it."""
+
+
+def start_digest(request: EngineCoreRequest | NewRequestData) -> int:
+    """What KV depends on besides the tokens."""
+    return 0 if request.adapter is None else zlib.crc32(request.adapter.load_id.encode())
+
+
+def extend_digest(digest: int, token_id: int) -> int:
+    return hash((digest, token_id))
+
+
+def digests_of(request: EngineCoreRequest | NewRequestData, token_ids: list[int]) -> list[int]:
+    """Digest of the prefix that ends with each token."""
+    digests = itertools.accumulate(token_ids, extend_digest, initial=start_digest(request))
+    return list(digests)[1:]
+
+
+def next_token_of_prefix(digest: int) -> int:
+    """Any token, and the end token in one of 16 cases."""
+    return EOS if digest % 16 == 0 else endless(digest)
+
+
+def endless(digest: int) -> int:
+    """Any token but the end token."""
+    return 3 + digest % (VOCAB_SIZE - 3)
+
+
+def prompt_logprob(digest: int, token_id: int) -> TokenLogprobs:
+    """Stands for the log-probability of `token_id` after a prefix."""
+    return TokenLogprobs([token_id], [-float(hash((digest, token_id)) % 997)], 1)
+
+
+@dataclass
+class Expected:
+    """What one request must bring."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | None
+    prompt_logprobs: list[TokenLogprobs] | None
+
+
+def generate_alone(
+    request: EngineCoreRequest, scheduler: Scheduler, next_token: NextToken = next_token_of_prefix
+) -> Expected:
+    """Brute force: one request, token by token, without a cache. Written apart from the engine."""
+    prompt = request.prompt_token_ids
+    longest = min(scheduler.config.max_model_len, scheduler.kv.num_usable_tokens + 1)
+    limit = min(request.max_tokens, longest - len(prompt))
+    minimum = min(request.sampling_params.min_tokens, limit)
+    output = list(request.initial_output_ids)
+    logprobs = None
+    if request.sampling_params.prompt_logprobs is not None:
+        digests = digests_of(request, prompt)
+        logprobs = [prompt_logprob(*pair) for pair in zip(digests, prompt[1:], strict=False)]
+    while True:
+        output.append(next_token(digests_of(request, prompt + output)[-1]))
+        new = output[len(request.initial_output_ids) :]
+        if len(output) >= minimum:
+            if output[-1] == request.eos_token_id:
+                return Expected(new, FinishReason.STOP, None, logprobs)
+            if output[-1] in request.stop_token_ids:
+                return Expected(new, FinishReason.STOP, output[-1], logprobs)
+        if len(output) >= limit:
+            return Expected(new, FinishReason.LENGTH, None, logprobs)
+
+
+# ---- the device ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """What the device knows of one row."""
+
+    data: NewRequestData
+    token_ids: list[int]
+    block_ids: tuple[list[int], ...]
+    num_computed: int
+
+
+@dataclass
+class FakeStep:
+    """A finished step; `result` is what the engine waits for."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
+
+
+@dataclass
+class FakeExecutor:
+    """Runs plans in order and checks each against everything a device relies on."""
+
+    block_size: int = BLOCK_SIZE
+    max_slots: int = 0
+    """Most slots of one sequence: lookahead ends there."""
+    num_drafts: int = 0
+    """Drafts proposed after each sample; about every fourth is wrong."""
+    next_token: NextToken = next_token_of_prefix
+    errors: dict[str, str] = field(default_factory=dict)
+    """Requests to fail in their next step."""
+    bad_tokens: dict[str, int] = field(default_factory=dict)
+    """Requests whose next sample is replaced by this id."""
+    rows: dict[int, Row] = field(default_factory=dict)
+    slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """Digest by (group, block, offset)."""
+    plans: list[SchedulerOutput] = field(default_factory=list)
+    num_shutdowns: int = 0
+    _output: ModelRunnerOutput | None = None
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        assert self._output is None, "sample_tokens was not called for the step before"
+        assert plan.step_id == len(self.plans), "steps are numbered without gaps"
+        self.plans.append(plan)
+        self._update_rows(plan)
+        assert plan.total_num_scheduled_tokens > 0
+        assert len(set(plan.rows)) == len(plan.rows) == len(plan.req_ids), "a row is there twice"
+        output = ModelRunnerOutput(plan.step_id, list(plan.req_ids), [])
+        for index in range(len(plan.req_ids)):
+            output.sampled_token_ids.append(self._run_row(plan, index, output))
+        self._output = output
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> FakeStep:
+        assert self._output is not None, "execute_model comes first"
+        output, self._output = self._output, None
+        return FakeStep(output)
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+    def _update_rows(self, plan: SchedulerOutput) -> None:
+        for row in plan.finished_rows:
+            del self.rows[row]
+        cached = plan.scheduled_cached_reqs
+        for row, new_block_ids in zip(cached.rows, cached.new_block_ids, strict=True):
+            for table, new in zip(self.rows[row].block_ids, new_block_ids, strict=True):
+                table.extend(new)
+        for data in plan.scheduled_new_reqs:
+            assert data.row not in self.rows, "the row is taken"
+            assert data.num_computed_tokens < len(data.token_ids), "a token is left to compute"
+            assert data.num_computed_tokens % self.block_size == 0
+            tables = tuple(list(table) for table in data.block_ids)
+            self.rows[data.row] = Row(data, list(data.token_ids), tables, data.num_computed_tokens)
+
+    def _run_row(self, plan: SchedulerOutput, index: int, output: ModelRunnerOutput) -> list[int]:
+        """Compute one row's tokens; returns the sampled ones."""
+        row, req_id = self.rows[plan.rows[index]], plan.req_ids[index]
+        assert row.data.req_id == req_id
+        drafts = plan.draft_token_ids.get(req_id, [])
+        known = row.token_ids + drafts
+        start, end = row.num_computed, row.num_computed + plan.num_scheduled_tokens[index]
+        assert start < end <= len(known), "tokens beyond what is known and drafted"
+        assert not drafts or (start == len(row.token_ids) - 1 and end == len(known))
+        is_sampled = end >= len(row.token_ids)
+        assert plan.is_sampled[index] == is_sampled
+        self._check_num_logits(plan, index, row, len(drafts))
+
+        digests = digests_of(row.data, known[:end])
+        self._write_and_read(row, digests, start, is_sampled)
+        self._add_prompt_logprobs(row, digests, plan, index, output)
+        row.num_computed = end
+        if req_id in self.errors:
+            output.errors[req_id] = self.errors.pop(req_id)
+            return []
+        if not is_sampled:
+            return []
+        sampled = self._sample(digests, drafts, end)
+        if req_id in self.bad_tokens:
+            sampled[-1] = self.bad_tokens.pop(req_id)
+        row.token_ids.extend(sampled)
+        row.num_computed = end - (len(drafts) + 1 - len(sampled))
+        if row.data.sampling_params.logprobs is not None:
+            output.logprobs[req_id] = [TokenLogprobs([token], [-1.0], 1) for token in sampled]
+        if self.num_drafts and min(sampled) >= 0:
+            output.draft_token_ids[req_id] = self._propose(row)
+        return sampled
+
+    def _check_num_logits(
+        self, plan: SchedulerOutput, index: int, row: Row, num_drafts: int
+    ) -> None:
+        allowed = {1 + num_drafts if plan.is_sampled[index] else 0}
+        params, num_prompt = row.data.sampling_params, row.data.num_prompt_tokens
+        if params.prompt_logprobs is not None and row.num_computed < num_prompt - 1:
+            whole_chunk = plan.num_scheduled_tokens[index]
+            if len(row.data.token_ids) > num_prompt:  # resumed: they may be delivered already
+                allowed.add(whole_chunk)
+            else:
+                allowed = {whole_chunk}
+        assert plan.num_logits[index] in allowed
+
+    def _write_and_read(self, row: Row, digests: list[int], start: int, is_sampled: bool) -> None:
+        lookahead = self.num_drafts if is_sampled else 0
+        for group, table in enumerate(row.block_ids):
+            assert 0 not in table, "the null block is never handed out"
+            assert len(table) == len(set(table))
+            assert len(table) * self.block_size >= len(digests)
+            for position in range(start, len(digests)):
+                block = table[position // self.block_size]
+                owners = sum(block in other.block_ids[group] for other in self.rows.values())
+                assert owners == 1, f"block {block} is written while {owners} rows hold it"
+                self.slots[group, block, position % self.block_size] = digests[position]
+            for position, digest in enumerate(digests):
+                slot = (group, table[position // self.block_size], position % self.block_size)
+                assert self.slots.get(slot) == digest, f"slot {slot} holds another prefix"
+            room = len(table) * self.block_size - len(digests)
+            assert room >= min(lookahead, self.max_slots - len(digests))
+
+    def _add_prompt_logprobs(
+        self,
+        row: Row,
+        digests: list[int],
+        plan: SchedulerOutput,
+        index: int,
+        output: ModelRunnerOutput,
+    ) -> None:
+        if row.data.sampling_params.prompt_logprobs is None:
+            return
+        first = len(digests) - plan.num_logits[index]
+        last = min(len(digests), row.data.num_prompt_tokens - 1)
+        entries = [
+            prompt_logprob(digests[position], row.token_ids[position + 1])
+            for position in range(first, last)
+        ]
+        if entries:
+            output.prompt_logprobs[plan.req_ids[index]] = entries
+
+    def _sample(self, digests: list[int], drafts: list[int], end: int) -> list[int]:
+        """Check drafts one by one; the first that differs is replaced and ends the run."""
+        sampled = []
+        for position, draft in zip(range(end - len(drafts) - 1, end), [*drafts, None], strict=True):
+            sampled.append(self.next_token(digests[position]))
+            if sampled[-1] != draft:
+                break
+        return sampled
+
+    def _propose(self, row: Row) -> list[int]:
+        digest = digests_of(row.data, row.token_ids)[-1]
+        drafts = []
+        for _ in range(self.num_drafts):
+            token_id = self.next_token(digest)
+            drafts.append(token_id if digest % 4 else 3)
+            digest = extend_digest(digest, token_id)
+        return drafts
+
+
+# ---- running and checking -----------------------------------------------------------------------
+
+
+@dataclass
+class Collected:
+    """The outputs of one request, joined."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    last: EngineCoreOutput | None = None
+
+
+class Collector:
+    """Joins outputs by request and checks that none comes after the end."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Collected] = {}
+
+    def add(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        for output in outputs:
+            collected = self.requests.setdefault(output.request_id, Collected())
+            assert collected.last is None or not collected.last.finished, "output after the end"
+            assert output.new_token_ids or output.finished, "an output that tells nothing"
+            if output.prompt_logprobs is not None:
+                assert not collected.token_ids, "prompt logprobs come with the first token"
+                collected.prompt_logprobs = output.prompt_logprobs
+            collected.token_ids += output.new_token_ids
+            collected.logprobs += output.new_logprobs or []
+            collected.last = output
+
+
+def create_core(
+    *, next_token: NextToken = next_token_of_prefix, num_drafts: int = 0, **kwargs: object
+) -> tuple[EngineCore, FakeExecutor]:
+    """An engine core on a fake device; `kwargs` as in `create_scheduler`."""
+    scheduler = create_scheduler(num_speculative_tokens=num_drafts, **kwargs)
+    executor = create_executor(scheduler, next_token=next_token, num_drafts=num_drafts)
+    return EngineCore(scheduler, executor, scheduler.config.max_steps_in_flight), executor
+
+
+def create_executor(scheduler: Scheduler, **kwargs: object) -> FakeExecutor:
+    """A fake device for this scheduler's pool."""
+    max_slots = min(scheduler.config.max_model_len, scheduler.kv.num_usable_tokens)
+    return FakeExecutor(block_size=scheduler.kv.block_size, max_slots=max_slots, **kwargs)
+
+
+def run_to_end(core: EngineCore, max_steps: int = 10_000) -> Collector:
+    """Step until nothing is left, checking the scheduler after each step."""
+    collector = Collector()
+    for _ in range(max_steps):
+        if not core.has_requests():
+            check_idle(core.scheduler)
+            return collector
+        collector.add(core.step().outputs)
+        check_invariants(core.scheduler)
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """What holds after every step."""
+    assert scheduler.kv.audit() == []
+    running = list(scheduler.running.values())
+    rows = [request.row for request in running]
+    assert None not in rows
+    assert len(rows) == len(set(rows)) <= scheduler.config.max_num_seqs
+    assert len(running) + len(scheduler.waiting) == len(scheduler.requests)
+    for request in running:
+        _check_counters(request)
+
+
+def _check_counters(request: Request) -> None:
+    assert 0 <= request.num_settled_tokens <= request.num_computed_tokens
+    assert request.num_computed_tokens <= request.num_expected_tokens
+    assert request.num_tokens < request.num_prompt_tokens + request.max_tokens
+    if not request.num_steps_in_flight:
+        assert request.num_output_placeholders == 0
+        assert request.num_settled_tokens == request.num_computed_tokens < request.num_tokens
+
+
+def check_idle(scheduler: Scheduler) -> None:
+    """What holds when no request is left."""
+    check_invariants(scheduler)
+    assert not scheduler.requests
+    assert not scheduler.running
+    assert len(scheduler.waiting) == 0
+    pool = scheduler.kv.pool
+    assert pool.num_used_blocks == 0
+    assert all(block.ref_count == 0 for block in pool.blocks)
+    assert sorted(pool.free_block_ids()) == list(range(1, pool.num_blocks))
