@@ -1,0 +1,91 @@
+"""A row for life: everything a worker keeps of a running request, in preallocated tables.
+
+token_ids of a row:   | prompt ... output ... | drafts |
+                      0                  num_tokens    num_tokens + num_drafts
+KV is computed up to `num_computed_tokens`. Rows are never moved; a step gathers those it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenmill.contracts.plan import BlockIds, NewRequestData
+
+
+class BlockTable:
+    """The block ids of every row, for one KV cache group."""
+
+    def __init__(self, max_num_seqs: int, max_num_blocks: int) -> None:
+        self.block_ids = np.zeros((max_num_seqs, max_num_blocks), np.int32)
+        """[max_num_seqs, max_num_blocks]; behind a row's blocks arbitrary, but valid ids"""
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+
+    def append(self, row: int, block_ids: Sequence[int]) -> None:
+        start = self.num_blocks[row]
+        end = start + len(block_ids)
+        self.block_ids[row, start:end] = block_ids
+        self.num_blocks[row] = end
+
+
+class RowTable:
+    """The requests at work, by row. Host memory; columns are int64 [max_num_seqs]."""
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_kv_groups: int
+    ) -> None:
+        self.max_num_blocks = -(-max_model_len // block_size)
+        """Of one request."""
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        """Tokens known: prompt and output."""
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_drafts = np.zeros(max_num_seqs, np.int64)
+        self.block_tables = tuple(
+            BlockTable(max_num_seqs, self.max_num_blocks) for _ in range(num_kv_groups)
+        )
+
+    def clear(self, row: int) -> None:
+        """Forget a row's request; a free row may be cleared again."""
+        self.num_tokens[row] = 0
+        self.num_prompt_tokens[row] = 0
+        self.num_computed_tokens[row] = 0
+        self.num_drafts[row] = 0
+        for table in self.block_tables:
+            table.num_blocks[row] = 0
+
+    def add(self, request: NewRequestData) -> None:
+        """Let a request into its row."""
+        row = request.row
+        self.clear(row)
+        num_tokens = len(request.token_ids)
+        self.token_ids[row, :num_tokens] = request.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.num_computed_tokens[row] = request.num_computed_tokens
+        self.append_blocks(row, request.block_ids)
+
+    def append_blocks(self, row: int, block_ids: BlockIds) -> None:
+        """Append new blocks, one list for each KV cache group."""
+        for table, new_ids in zip(self.block_tables, block_ids, strict=True):
+            table.append(row, new_ids)
+
+    def set_drafts(self, row: int, draft_token_ids: Sequence[int]) -> None:
+        """Write drafts behind a row's known tokens, in place of earlier ones."""
+        start = self.num_tokens[row]
+        self.token_ids[row, start : start + len(draft_token_ids)] = draft_token_ids
+        self.num_drafts[row] = len(draft_token_ids)
+
+    def commit(
+        self,
+        rows: npt.NDArray[np.int64],
+        num_computed: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int64],
+    ) -> None:
+        """Take over a step's progress; the only change of these counts while a request runs."""
+        self.num_drafts[rows] = 0
+        self.num_tokens[rows] = num_tokens
+        self.num_computed_tokens[rows] = num_computed

@@ -1,0 +1,133 @@
+"""The worker: one device's model runner, and the step again if one request breaks it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
+from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A call that raised."""
+
+    reason: str
+
+
+class Worker:
+    """Runs plans so that no request can harm another.
+
+    A step that raises is run again request by request. Whoever fails alone is reported in
+    `ModelRunnerOutput.errors`; the others get what they would have got. Nothing is committed before
+    the end of a step, and a KV slot written twice holds the same, so a second run is safe.
+
+    `KeyboardInterrupt` passes through and leaves the step uncommitted.
+    """
+
+    def __init__(self, runner: ModelRunner, kv_cache_config: KVCacheConfig) -> None:
+        self.runner = runner
+        self.kv_cache_config = kv_cache_config
+        self._plan = SchedulerOutput(step_id=-1)
+        self._forward: _Failure | None = None
+        """Of the plan's forward pass; None if it succeeded."""
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        """Apply a plan and run its forward pass."""
+        self._plan = plan
+        self.runner.update_states(plan)
+        self._forward = _attempt(self.runner.execute_model, plan) if plan.rows else None
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Finish the step that `execute_model` began."""
+        plan = self._plan
+        if not plan.rows:
+            return ModelRunnerOutput(plan.step_id, [], [])
+        failure = self._forward
+        if failure is None:
+            outcome = _attempt(self.runner.sample_tokens, grammar_output)
+            if not isinstance(outcome, _Failure):
+                return outcome
+            failure = outcome
+        logger.warning(
+            "Step %d failed (%s); running its %d requests one by one.",
+            plan.step_id,
+            failure.reason,
+            len(plan.rows),
+        )
+        return self._run_one_by_one(plan, grammar_output)
+
+    def _run_one_by_one(
+        self, plan: SchedulerOutput, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput:
+        merged = ModelRunnerOutput(plan.step_id, plan.req_ids, [])
+        for alone, mask in _split(plan, grammar_output):
+            outcome = _attempt(self._run_alone, alone, mask)
+            if isinstance(outcome, _Failure):
+                merged.sampled_token_ids.append([])
+                merged.errors[alone.req_ids[0]] = (
+                    f"The engine failed on this request: {outcome.reason}"
+                )
+                continue
+            merged.sampled_token_ids += outcome.sampled_token_ids
+            merged.logprobs |= outcome.logprobs
+            merged.prompt_logprobs |= outcome.prompt_logprobs
+            merged.draft_token_ids |= outcome.draft_token_ids
+            merged.errors |= outcome.errors
+        return merged
+
+    def _run_alone(
+        self, plan: SchedulerOutput, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput:
+        self.runner.execute_model(plan)
+        return self.runner.sample_tokens(grammar_output)
+
+
+def _attempt(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T | _Failure:
+    """What a call returns, or why it failed: the boundary that a request's failure stops at.
+
+    Only the reason is kept: the frames of a traceback would keep the step's tensors alive.
+    """
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises, one request pays for it
+        return _Failure(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def _split(
+    plan: SchedulerOutput, grammar_output: GrammarOutput | None
+) -> Iterator[tuple[SchedulerOutput, GrammarOutput | None]]:
+    """One plan for each request, without differences: those are applied already."""
+    masks = _split_grammar(plan, grammar_output) if grammar_output else {}
+    for i, req_id in enumerate(plan.req_ids):
+        alone = SchedulerOutput(
+            step_id=plan.step_id,
+            req_ids=[req_id],
+            rows=[plan.rows[i]],
+            num_scheduled_tokens=[plan.num_scheduled_tokens[i]],
+            num_logits=[plan.num_logits[i]],
+            is_sampled=[plan.is_sampled[i]],
+        )
+        yield alone, masks.get(req_id)
+
+
+def _split_grammar(plan: SchedulerOutput, grammar: GrammarOutput) -> dict[str, GrammarOutput]:
+    """Each request's own masks: one row for each draft and one for the token after them."""
+    num_rows = [1 + len(plan.draft_token_ids.get(req_id, ())) for req_id in grammar.req_ids]
+    row_bytes = len(grammar.bitmask) // sum(num_rows)
+    masks, start = {}, 0
+    for req_id, count in zip(grammar.req_ids, num_rows, strict=True):
+        end = start + count * row_bytes
+        masks[req_id] = GrammarOutput([req_id], grammar.bitmask[start:end])
+        start = end
+    return masks
