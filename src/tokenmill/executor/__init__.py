@@ -1,0 +1,1 @@
+"""Ways to carry plans to the workers; the engine core sees only `contracts.seams.Executor`."""

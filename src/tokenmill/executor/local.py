@@ -1,0 +1,69 @@
+"""The worker in this process: in the caller's thread, or in one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor as TaskExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
+from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.errors import EngineDeadError
+from tokenmill.worker.worker import Worker
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class InlineTaskExecutor(TaskExecutor):
+    """Runs each task before `submit` returns."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - raised again by `future.result()`
+            future.set_exception(error)
+        return future
+
+
+class LocalExecutor:
+    """One worker, one device.
+
+    With `background`, steps run in one thread, in the order of the calls, while the caller plans
+    the next. Otherwise a call returns when its work is done.
+    """
+
+    def __init__(self, worker: Worker, *, background: bool) -> None:
+        self._worker: Worker | None = worker
+        self._tasks: TaskExecutor = (
+            ThreadPoolExecutor(1, thread_name_prefix="tokenmill-worker")
+            if background
+            else InlineTaskExecutor()
+        )
+        self._forward: Future[None]
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        """Start the forward pass of a plan; what it raises is raised by the step's `result()`."""
+        self._forward = self._tasks.submit(self._running_worker().execute_model, plan)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        """Sample after the forward pass that was started last."""
+        worker, forward = self._running_worker(), self._forward
+
+        def sample() -> ModelRunnerOutput:
+            forward.result()
+            return worker.sample_tokens(grammar_output)
+
+        return self._tasks.submit(sample)
+
+    def shutdown(self) -> None:
+        """Finish the steps under way and free the model and its cache; may be called twice."""
+        self._tasks.shutdown(wait=True)
+        self._worker = None
+
+    def _running_worker(self) -> Worker:
+        if self._worker is None:
+            raise EngineDeadError("The engine was shut down; build a new one.")
+        return self._worker
