@@ -7,6 +7,7 @@ anything else that is slow.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
+
+# As a library we stay quiet until the host program configures logging.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
     "LLM": "tokenmill.entrypoints.llm",
