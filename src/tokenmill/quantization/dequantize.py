@@ -1,0 +1,193 @@
+"""Stored tensors -> plain ones.
+
+A row of a quantised tensor is a run of blocks; a block holds 32 or 256 values as small integer
+codes, and scales to multiply them with. Each function below turns blocks into float32 values:
+
+    uint8 [num_blocks, block_bytes] -> float32 [num_blocks, block_size]
+
+in the order of operations of the reference, so that the values are the same to the bit. Layouts
+are drawn in bytes; `d`, `m` and the like are float16. Source: ggml's block formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.errors import CheckpointError
+
+_SLAB_VALUES = 1 << 18
+"""Values worked on at a time; the temporaries of a slab stay in the caches."""
+
+
+def dequantize(raw: RawTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of `raw` in `dtype`, shape `raw.shape`, rows in Hugging Face's order.
+
+    Each value is the float32 value of the format, rounded once. A plain tensor that needs no
+    conversion is returned as a view of the mapped file. Raises `CheckpointError` if the format is
+    not supported.
+    """
+    if raw.format in _PLAIN:
+        return rows_in_order(raw).view(_PLAIN[raw.format]).view(raw.shape).to(dtype)
+    layout = _BLOCKS.get(raw.format)
+    if layout is None:
+        raise CheckpointError(
+            f"The tensor format {raw.format} is not supported. Supported:"
+            f" {', '.join([*_PLAIN, *_BLOCKS])}. Take a file in one of these, such as Q4_K_M."
+        )
+    blocks = rows_in_order(raw).view(-1, layout.block_bytes)
+    values = torch.empty(len(blocks), layout.block_size, dtype=dtype)
+    slab = _SLAB_VALUES // layout.block_size
+    for start in range(0, len(blocks), slab):
+        end = start + slab
+        values[start:end] = layout.dequantize(blocks[start:end])
+    return values.view(raw.shape)
+
+
+def rows_in_order(raw: RawTensor) -> torch.Tensor:
+    """The bytes of `raw`, uint8 [num_bytes], with llama.cpp's interleaving of q and k rows undone.
+
+    Within a head of n rows, llama.cpp stores 0, n/2, 1, n/2 + 1, ...; the order wanted is 0, 1, ...
+    Without interleaving, the result is `raw.data` itself.
+    """
+    if raw.head_permutation is None:
+        return raw.data
+    num_rows = raw.shape[0]
+    pairs = raw.head_permutation * 2
+    if num_rows % pairs:
+        raise CheckpointError(
+            f"A tensor of {num_rows} rows cannot be put in order for {raw.head_permutation} heads;"
+            f" the rows must be a multiple of {pairs}."
+        )
+    interleaved = raw.data.view(raw.head_permutation, num_rows // pairs, 2, -1)
+    return interleaved.transpose(1, 2).reshape(-1)
+
+
+def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+    """The float16 at byte `offset` of each block, as float32 [num_blocks, 1]."""
+    return blocks[:, offset : offset + 2].view(torch.float16).float()
+
+
+def _codes(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Four-bit codes of a block of 32, from byte `start`: uint8 [num_blocks, 32].
+
+    Low halves of the bytes are values 0..15, high halves 16..31. Whole blocks are split before the
+    slice is taken, because torch is slow on short rows with gaps between them.
+    """
+    low, high = blocks & 15, blocks >> 4
+    return torch.cat((low[:, start : start + 16], high[:, start : start + 16]), dim=1)
+
+
+def _fifth_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """The bits of four bytes from byte `start`, worth 16 each: uint8 [num_blocks, 32]."""
+    bit = torch.arange(8, dtype=torch.uint8)
+    return (blocks[:, start : start + 4, None] >> bit & 1).view(-1, 32) << 4
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """| d 2 | codes int8 32 |; value = code * d."""
+    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    """| d 2 | codes 16 |; value = (code - 8) * d."""
+    return _codes(blocks, 2).float().sub_(8.0).mul_(_half(blocks, 0))
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    """| d 2 | m 2 | codes 16 |; value = code * d + m."""
+    return _codes(blocks, 4).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    """| d 2 | fifth bits 4 | codes 16 |; value = (code - 16) * d."""
+    codes = _codes(blocks, 6) | _fifth_bits(blocks, 2)
+    return codes.float().sub_(16.0).mul_(_half(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    """| d 2 | m 2 | fifth bits 4 | codes 16 |; value = code * d + m."""
+    codes = _codes(blocks, 8) | _fifth_bits(blocks, 4)
+    return codes.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., n] -> [..., 2n]: the low halves of all bytes, then the high halves."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    """| d 2 | dmin 2 | scales 12 | codes 128 |; see `_scale_and_min`."""
+    codes = _nibbles(blocks[:, 16:].view(-1, 4, 32))
+    return _scale_and_min(blocks, codes)
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    """| d 2 | dmin 2 | scales 12 | fifth bits 32 | codes 128 |.
+
+    Bit g of fifth-bits byte i belongs to value i of group g.
+    """
+    group = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = blocks[:, None, 16:48] >> group & 1
+    codes = _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32) | fifth << 4
+    return _scale_and_min(blocks, codes)
+
+
+def _scale_and_min(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Eight groups of 32 codes, each with a six-bit scale and minimum:
+
+    value = (d * scale) * code - (dmin * minimum)
+
+    The twelve bytes of scales, for groups 0..3 and 4..7:
+
+        bytes 0..3    scale[0..3] in bits 0..5, upper two bits of scale[4..7] in bits 6..7
+        bytes 4..7    the same for minimum
+        bytes 8..11   lower four bits of scale[4..7], then of minimum[4..7]
+    """
+    packed = blocks[:, 4:16]
+    low, high = packed[:, :8] & 63, packed[:, :8] >> 6 << 4
+    last = _nibbles(packed[:, 8:])
+    scale = torch.cat((low[:, :4], high[:, :4] | last[:, :4]), dim=1)
+    minimum = torch.cat((low[:, 4:], high[:, 4:] | last[:, 4:]), dim=1)
+    factor = (_half(blocks, 0) * scale.float())[:, :, None]
+    offset = (_half(blocks, 2) * minimum.float())[:, :, None]
+    return codes.view(-1, 8, 32).float().mul_(factor).sub_(offset).view(-1, 256)
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    """| low four bits 128 | high two bits 64 | scales int8 16 | d 2 |.
+
+    value = (d * scale) * (code - 32), a scale for 16 values. Each half of the block holds four runs
+    of 32 values: 64 bytes of low bits (runs 0 and 1 in the low halves, 2 and 3 in the high ones),
+    and 32 bytes of high bits with two bits for each run.
+    """
+    low = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 2, 4, 32)
+    run = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = blocks[:, 128:192].view(-1, 2, 1, 32) >> run & 3
+    codes = (low | high << 4).view(-1, 16, 16).float().sub_(32.0)
+    scale = blocks[:, 192:208].view(torch.int8).float()
+    return codes.mul_((_half(blocks, 208) * scale)[:, :, None]).view(-1, 256)
+
+
+class _BlockLayout(NamedTuple):
+    block_size: int
+    """Values in a block."""
+    block_bytes: int
+    dequantize: Callable[[torch.Tensor], torch.Tensor]
+
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_BLOCKS = {
+    "Q8_0": _BlockLayout(32, 34, _q8_0),
+    "Q4_0": _BlockLayout(32, 18, _q4_0),
+    "Q4_1": _BlockLayout(32, 20, _q4_1),
+    "Q5_0": _BlockLayout(32, 22, _q5_0),
+    "Q5_1": _BlockLayout(32, 24, _q5_1),
+    "Q4_K": _BlockLayout(256, 144, _q4_k),
+    "Q5_K": _BlockLayout(256, 176, _q5_k),
+    "Q6_K": _BlockLayout(256, 210, _q6_k),
+}
