@@ -1,0 +1,153 @@
+"""A GGUF file as a `Checkpoint`."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
+from tokenmill.checkpoint.gguf_architecture import GGUFArchitecture, Parameters
+from tokenmill.checkpoint.gguf_llama import LLAMA
+from tokenmill.checkpoint.gguf_reader import GGUFHeader, read_header
+from tokenmill.errors import CheckpointError, did_you_mean
+
+ARCHITECTURES: dict[str, GGUFArchitecture] = {"llama": LLAMA}
+"""`general.architecture` -> how to read it."""
+
+_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+class GGUFCheckpoint:
+    """A GGUF file, mapped into memory once; tensors are views of the mapping.
+
+    The end of text, turn and message are all end ids: `config["eos_token_id"]` lists them, the end
+    of text first.
+    """
+
+    def __init__(self, header: GGUFHeader, data: mmap.mmap) -> None:
+        self.path = header.path
+        self._data: mmap.mmap | None = data
+        _refuse_split(header)
+        architecture = _architecture(header)
+        parameters = Parameters(header, data, str(header.metadata["general.architecture"]))
+        self.config: Mapping[str, Any] = {
+            **architecture.build_config(parameters),
+            **_special_ids(header),
+        }
+        self.generation_config: Mapping[str, Any] = {}
+        self.tokenizer_data = TokenizerData(
+            gguf_metadata={
+                key: value for key, value in header.metadata.items() if key.startswith("tokenizer.")
+            }
+        )
+        self._architecture = architecture
+        self._header = header
+        self._gguf_names = {
+            architecture.hf_name(name): name
+            for name in header.tensors
+            if name not in architecture.consumed_tensors
+        }
+
+    @classmethod
+    def open(cls, path: Path) -> GGUFCheckpoint:
+        """Map the file and check its header; no tensor is read.
+
+        Raises `CheckpointError` if the file cannot be read, its header lies, or its architecture is
+        not supported.
+        """
+        data = _map(path)
+        return cls(read_header(path, data), data)
+
+    @property
+    def tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        tensors = self._header.tensors
+        return {hf_name: tensors[name].shape for hf_name, name in self._gguf_names.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self._header.tensors.values())
+
+    def read(self, name: str) -> RawTensor:
+        """The tensor of this name, still as it lies in the file.
+
+        Its memory belongs to the mapping, which lasts as long as any tensor does. Writing to it
+        changes neither the file nor another process's view.
+        """
+        import torch
+
+        if self._data is None:
+            raise CheckpointError(f"{self.path}: tensor {name!r} was read after the file's close.")
+        gguf_name = self._gguf_names.get(name)
+        if gguf_name is None:
+            raise CheckpointError(
+                f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._gguf_names)}"
+            )
+        tensor = self._header.tensors[gguf_name]
+        return RawTensor(
+            shape=tensor.shape,
+            format=tensor.type.name,
+            data=torch.frombuffer(
+                self._data, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset
+            ),
+            head_permutation=self._architecture.head_permutation(gguf_name, self.config),
+        )
+
+    def close(self) -> None:
+        self._data = None
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            # Copy on write: torch asks for writable memory, and the file must never change.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the file is empty.") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
+
+
+def _refuse_split(header: GGUFHeader) -> None:
+    count = header.metadata.get("split.count", 1)
+    if count not in (0, 1):
+        raise CheckpointError(
+            f"{header.path}: this is one of {count!r:.80} parts of a split GGUF file, which is not"
+            " supported. Merge them first, for example with `llama-gguf-split --merge`."
+        )
+
+
+def _architecture(header: GGUFHeader) -> GGUFArchitecture:
+    name = header.metadata.get("general.architecture")
+    architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if architecture is None:
+        raise CheckpointError(
+            f"{header.path}: key 'general.architecture' is {name!r:.80}, which is not supported."
+            f" Supported: {', '.join(sorted(ARCHITECTURES))}."
+        )
+    return architecture
+
+
+def _special_ids(header: GGUFHeader) -> dict[str, Any]:
+    """The ids of special tokens, under the names of a config.json."""
+    ids: dict[str, Any] = {}
+    for key, hf_key in (("bos_token_id", "bos_token_id"), ("padding_token_id", "pad_token_id")):
+        token_id = _token_id(header, key)
+        if token_id is not None:
+            ids[hf_key] = token_id
+    end_ids = [_token_id(header, key) for key in _END_IDS]
+    unique = list(dict.fromkeys(token_id for token_id in end_ids if token_id is not None))
+    if unique:
+        ids["eos_token_id"] = unique
+    return ids
+
+
+def _token_id(header: GGUFHeader, name: str) -> int | None:
+    token_id = header.metadata.get(f"tokenizer.ggml.{name}")
+    if token_id is not None and (type(token_id) is not int or token_id < 0):
+        raise CheckpointError(
+            f"{header.path}: key 'tokenizer.ggml.{name}' is {token_id!r:.80}; it must be a"
+            " token id, a whole number of at least 0."
+        )
+    return token_id

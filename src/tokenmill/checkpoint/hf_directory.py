@@ -1,0 +1,194 @@
+"""A directory in Hugging Face format as a `Checkpoint`: config.json and safetensors files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
+from tokenmill.errors import CheckpointError, did_you_mean
+
+_CONFIG = "config.json"
+_GENERATION_CONFIG = "generation_config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+_MAX_JSON_BYTES = 64 << 20
+
+_READABLE = ("F32", "F16", "BF16")
+_DTYPE_BYTES = (
+    dict.fromkeys(("F64", "I64", "U64", "C64"), 8)
+    | dict.fromkeys(("F32", "I32", "U32"), 4)
+    | dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
+    | dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1)
+)
+
+
+class _Entry(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class HFDirectory:
+    """A Hugging Face model directory.
+
+    The index, if there is one, decides which file each tensor is read from; files it does not name
+    are not opened. Pickled weights are never read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: Mapping[str, Any] = _read_json(path / _CONFIG)
+        generation_config = path / _GENERATION_CONFIG
+        self.generation_config: Mapping[str, Any] = (
+            _read_json(generation_config) if generation_config.is_file() else {}
+        )
+        self.tokenizer_data = TokenizerData(directory=path)
+        self._entries = _find_tensors(path)
+        self._open_files: dict[Path, Any] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> HFDirectory:
+        """Read the configuration and the headers of the weight files; no tensor is read.
+
+        Raises `CheckpointError`, naming file and tensor, if a file is missing or damaged or lacks a
+        tensor that the index places in it.
+        """
+        return cls(path)
+
+    @property
+    def tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(
+            math.prod(entry.shape) * _DTYPE_BYTES[entry.dtype] for entry in self._entries.values()
+        )
+
+    def read(self, name: str) -> RawTensor:
+        """The tensor of this name, still as it lies in the file.
+
+        Its memory belongs to a mapping of the file, which lasts as long as any tensor does. Writing
+        to it changes neither the file nor another process's view.
+        """
+        import torch
+
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._entries)}"
+            )
+        if entry.dtype not in _READABLE:
+            raise CheckpointError(
+                f"{entry.file}: tensor {name!r} has dtype {entry.dtype}, which is not supported."
+                f" Supported: {', '.join(_READABLE)}."
+            )
+        if entry.file not in self._open_files:
+            self._open_files[entry.file] = _open_weights(entry.file, framework="pt")
+        tensor = self._open_files[entry.file].get_tensor(name)
+        return RawTensor(entry.shape, entry.dtype, tensor.reshape(-1).view(torch.uint8))
+
+    def close(self) -> None:
+        self._open_files.clear()
+
+
+def _find_tensors(directory: Path) -> dict[str, _Entry]:
+    """Every tensor of the model, checked against the headers of the files."""
+    if (directory / _INDEX).is_file():
+        return _from_index(directory)
+    if (directory / _WEIGHTS).is_file():
+        return _read_entries(directory / _WEIGHTS)
+    looked_for = f"looked for {_INDEX} and {_WEIGHTS}"
+    for name in _PICKLED_WEIGHTS:
+        if (directory / name).is_file():
+            raise CheckpointError(
+                f"{directory}: the weights are pickled ({name}), which can run code when read;"
+                f" {looked_for}. Convert them to safetensors with `save_pretrained`."
+            )
+    raise CheckpointError(f"{directory}: no weights; {looked_for}.")
+
+
+def _from_index(directory: Path) -> dict[str, _Entry]:
+    index = directory / _INDEX
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: 'weight_map' is missing or is not an object of names.")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(
+                f"{index}: tensor {name!r} is placed in {file!r:.80}, which is not the name of a"
+                " file in the same directory."
+            )
+    in_files = {
+        file: _read_entries(directory / file) for file in _shards(directory, weight_map.values())
+    }
+    for name, file in weight_map.items():
+        if name not in in_files[file]:
+            raise CheckpointError(
+                f"{directory / file}: there is no tensor {name!r}, which {_INDEX} places here."
+            )
+    return {name: in_files[file][name] for name, file in weight_map.items()}
+
+
+def _shards(directory: Path, names: Iterable[str]) -> list[str]:
+    shards = sorted(set(names))
+    missing = [name for name in shards if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{directory}: {_INDEX} names {', '.join(missing)}, which"
+            f" {'is' if len(missing) == 1 else 'are'} not there. The download is incomplete."
+        )
+    return shards
+
+
+def _read_entries(file: Path) -> dict[str, _Entry]:
+    # numpy, because that opens the header without torch.
+    weights = _open_weights(file, framework="np")
+    entries: dict[str, _Entry] = {}
+    for name in weights.keys():  # noqa: SIM118 - not a mapping
+        header = weights.get_slice(name)
+        dtype = header.get_dtype()
+        if dtype not in _DTYPE_BYTES:
+            raise CheckpointError(f"{file}: tensor {name!r} has the unknown dtype {dtype!r}.")
+        entries[name] = _Entry(file, tuple(header.get_shape()), dtype)
+    return entries
+
+
+def _open_weights(file: Path, framework: str) -> Any:
+    try:
+        return safe_open(file, framework=framework)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{file}: the file is damaged or incomplete ({error}). Fetch it again."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}.") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(_MAX_JSON_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}.") from error
+    if len(raw) > _MAX_JSON_BYTES:
+        raise CheckpointError(f"{file}: is larger than the limit of {_MAX_JSON_BYTES} bytes.")
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: is not valid JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{file}: holds a JSON {type(content).__name__}; it must be an object."
+        )
+    return content

@@ -1,0 +1,34 @@
+"""A path on this machine -> an open checkpoint, whatever its format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenmill.checkpoint.checkpoint import Checkpoint
+from tokenmill.checkpoint.gguf_checkpoint import GGUFCheckpoint
+from tokenmill.checkpoint.hf_directory import HFDirectory
+from tokenmill.errors import CheckpointError, ModelNotFoundError
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a GGUF file, a Hugging Face directory, or a directory that holds one GGUF file.
+
+    Raises `ModelNotFoundError` if there is no model, and `CheckpointError` if it cannot be read.
+    """
+    if path.is_file():
+        return GGUFCheckpoint.open(path)
+    if not path.is_dir():
+        raise ModelNotFoundError(f"{path}: there is no such file or directory.")
+    if (path / "config.json").is_file():
+        return HFDirectory.open(path)
+    gguf_files = sorted(path.glob("*.gguf"))
+    if not gguf_files:
+        raise ModelNotFoundError(
+            f"{path}: there is no model here; looked for config.json and for a .gguf file."
+        )
+    if len(gguf_files) > 1:
+        names = ", ".join(file.name for file in gguf_files)
+        raise CheckpointError(
+            f"{path}: there are {len(gguf_files)} GGUF files ({names}); give the path of one."
+        )
+    return GGUFCheckpoint.open(gguf_files[0])
