@@ -43,12 +43,16 @@ class GGUFCheckpoint:
             }
         )
         self._architecture = architecture
-        self._header = header
+        self._tensors = header.tensors
         self._gguf_names = {
             architecture.hf_name(name): name
             for name in header.tensors
             if name not in architecture.consumed_tensors
         }
+        self.tensor_shapes: Mapping[str, tuple[int, ...]] = {
+            hf_name: header.tensors[name].shape for hf_name, name in self._gguf_names.items()
+        }
+        self.num_bytes = sum(tensor.num_bytes for tensor in header.tensors.values())
 
     @classmethod
     def open(cls, path: Path) -> GGUFCheckpoint:
@@ -59,15 +63,6 @@ class GGUFCheckpoint:
         """
         data = _map(path)
         return cls(read_header(path, data), data)
-
-    @property
-    def tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        tensors = self._header.tensors
-        return {hf_name: tensors[name].shape for hf_name, name in self._gguf_names.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self._header.tensors.values())
 
     def read(self, name: str) -> RawTensor:
         """The tensor of this name, still as it lies in the file.
@@ -84,7 +79,7 @@ class GGUFCheckpoint:
             raise CheckpointError(
                 f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._gguf_names)}"
             )
-        tensor = self._header.tensors[gguf_name]
+        tensor = self._tensors[gguf_name]
         return RawTensor(
             shape=tensor.shape,
             format=tensor.type.name,

@@ -32,6 +32,7 @@ def build_config(parameters: Parameters) -> dict[str, Any]:
     frequency is divided by its factor.
     """
     hidden_size = parameters.integer("embedding_length")
+    vocab_size = _vocab_size(parameters, hidden_size)
     num_heads = parameters.integer("attention.head_count")
     head_dim = _head_dim(parameters, hidden_size, num_heads)
     config: dict[str, Any] = {
@@ -47,7 +48,7 @@ def build_config(parameters: Parameters) -> dict[str, Any]:
         "max_position_embeddings": parameters.integer("context_length"),
         "rms_norm_eps": parameters.positive_float("attention.layer_norm_rms_epsilon"),
         "rope_theta": parameters.positive_float("rope.freq_base", 10000.0),
-        "vocab_size": _vocab_size(parameters, hidden_size),
+        "vocab_size": vocab_size,
         "tie_word_embeddings": "output.weight" not in parameters.tensors,
         "attention_bias": "blk.0.attn_q.bias" in parameters.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in parameters.tensors,

@@ -54,6 +54,12 @@ class HFDirectory:
         )
         self.tokenizer_data = TokenizerData(directory=path)
         self._entries = _find_tensors(path)
+        self.tensor_shapes: Mapping[str, tuple[int, ...]] = {
+            name: entry.shape for name, entry in self._entries.items()
+        }
+        self.num_bytes = sum(
+            math.prod(entry.shape) * _DTYPE_BYTES[entry.dtype] for entry in self._entries.values()
+        )
         self._open_files: dict[Path, Any] = {}
 
     @classmethod
@@ -64,16 +70,6 @@ class HFDirectory:
         tensor that the index places in it.
         """
         return cls(path)
-
-    @property
-    def tensor_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: entry.shape for name, entry in self._entries.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(
-            math.prod(entry.shape) * _DTYPE_BYTES[entry.dtype] for entry in self._entries.values()
-        )
 
     def read(self, name: str) -> RawTensor:
         """The tensor of this name, still as it lies in the file.
