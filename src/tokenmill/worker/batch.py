@@ -35,8 +35,6 @@ class InputBatch:
     """[num_reqs]"""
     num_scheduled_tokens: IntArray
     """[num_reqs]"""
-    num_drafts: IntArray
-    """[num_reqs], drafts among the scheduled tokens, the last ones"""
     query_start_loc: npt.NDArray[np.int32]
     """[num_reqs + 1]"""
     seq_lens: npt.NDArray[np.int32]
@@ -134,7 +132,6 @@ class InputBuffers:
             req_ids=plan.req_ids,
             rows=rows,
             num_scheduled_tokens=counts,
-            num_drafts=num_drafts,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             input_ids=input_ids,

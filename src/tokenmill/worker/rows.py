@@ -24,6 +24,7 @@ class BlockTable:
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
 
     def append(self, row: int, block_ids: Sequence[int]) -> None:
+        """Add blocks behind those that the row has."""
         start = self.num_blocks[row]
         end = start + len(block_ids)
         self.block_ids[row, start:end] = block_ids
