@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import itertools
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, make_dataclass
-from typing import Annotated, Any, get_type_hints
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 from cyclopts import Group, Parameter, Token
@@ -37,24 +37,7 @@ def json_object(type_: type, tokens: Sequence[Token]) -> dict[str, Any]:
         ) from None
 
 
-JsonObject = Annotated[
-    dict[str, Any],
-    Parameter(converter=json_object, accepts_keys=False, n_tokens=1, negative=()),
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineFlags(EngineArgs):
-    """`EngineArgs` for a command of one user: `--seed` is the request's, and text goes in and out.
-
-    Fields are repeated only where a flag differs from what their type says.
-    """
-
-    model: Annotated[str, Parameter(alias="-m")] = EngineArgs.model
-    hf_overrides: JsonObject = field(default_factory=dict)
-    override_generation_config: JsonObject = field(default_factory=dict)
-    seed: Annotated[int, NOT_A_FLAG] = EngineArgs.seed
-    skip_tokenizer_init: Annotated[bool, NOT_A_FLAG] = EngineArgs.skip_tokenizer_init
+JSON_OBJECT = Parameter(converter=json_object, accepts_keys=False, n_tokens=1, negative=())
 
 
 def field_docs(owner: type) -> dict[str, str]:
@@ -77,25 +60,52 @@ def field_docs(owner: type) -> dict[str, str]:
     return docs
 
 
+def engine_flags(name: str, without: Collection[str]) -> type:
+    """A dataclass of the fields of `EngineArgs`, as flags."""
+    defaults = EngineArgs()
+    names = [each.name for each in dataclasses.fields(EngineArgs) if each.name not in without]
+    return _flag_class(name, EngineArgs, {each: getattr(defaults, each) for each in names})
+
+
 def sampling_flags(name: str, without: Collection[str]) -> type:
-    """A dataclass of the fields of `SamplingParams`, each None unless its flag is given.
+    """A dataclass of the fields of `SamplingParams`, as flags, each None unless it is given.
 
     The defaults are the model's, so they are not known before it is loaded.
     """
-    hints, docs = get_type_hints(SamplingParams), field_docs(SamplingParams)
-    fields = [
-        (field_name, Annotated[hints[field_name] | None, Parameter(help=docs[field_name])], None)
-        for field_name in SamplingParams.__struct_fields__
-        if field_name not in without
-    ]
-    # cyclopts takes classes of the module "types", where they would land, for atoms
-    return make_dataclass(
+    names = [each for each in SamplingParams.__struct_fields__ if each not in without]
+    return _flag_class(name, SamplingParams, dict.fromkeys(names))
+
+
+def _flag_class(name: str, owner: type, defaults: Mapping[str, Any]) -> type:
+    """A dataclass with fields of `owner` (name to default), their types and their texts."""
+    hints, docs = get_type_hints(owner), field_docs(owner)
+    fields = []
+    for field_name, default in defaults.items():
+        hint = hints[field_name] if default is not None else hints[field_name] | None
+        special = JSON_OBJECT if get_origin(hint) is dict else SHORT.get(field_name)
+        fields.append(
+            (
+                field_name,
+                Annotated[hint, special, Parameter(help=docs[field_name])],
+                dataclasses.field(default_factory=dict) if default == {} else default,
+            )
+        )
+    # In the module "types", where they would land, cyclopts takes classes for atoms.
+    return dataclasses.make_dataclass(
         name, fields, frozen=True, kw_only=True, namespace={"__module__": __name__}
     )
 
 
-NOT_ON_THE_COMMAND_LINE = {"detokenize", "output_kind"}
+SHORT = {"model": Parameter(alias="-m")}
+"""Flags that have a short form, too."""
+NOT_ON_THE_COMMAND_LINE = {"detokenize", "output_kind", "skip_tokenizer_init"}
 """The commands stream text."""
+
+if TYPE_CHECKING:  # a class that is made at run time is no type to a checker
+    EngineFlags = EngineArgs
+else:
+    # `--seed` is the request's
+    EngineFlags = engine_flags("EngineFlags", without=NOT_ON_THE_COMMAND_LINE | {"seed"})
 ENGINE_DEFAULTS = EngineFlags()
 
 

@@ -62,6 +62,11 @@ def run(arguments: Sequence[str], build_llm: BuildLLM = build_llm) -> int:
 
 
 def _run(arguments: Sequence[str], build_llm: BuildLLM) -> int:
+    *words, last = arguments or [""]
+    if last in app.help_flags and not app.parse_commands(words)[2]:
+        # Only commands before it: parsing would collect all flags once more, for 50 ms.
+        app.help_print(words)
+        return 0
     command, bound, not_parsed = app.parse_args(arguments, exit_on_error=False, print_error=False)
     handed_in = {"build_llm": build_llm} if "build_llm" in not_parsed else {}
     return command(*bound.args, **bound.kwargs, **handed_in) or 0
