@@ -1,0 +1,272 @@
+// Instruction sets, threads, limits and matrix products, as Python functions.
+//
+// Tensors come as DLPack, without a copy. What a kernel relies on is checked here: types, shapes,
+// strides. The interpreter lock is released while a kernel runs.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "gemm_kernels.h"
+#include "gemm_limits.h"
+#include "isa.h"
+#include "pack_memory.h"
+#include "pack_weights.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+
+namespace tokenmill {
+namespace {
+
+using Tensor = nb::ndarray<nb::device::cpu>;
+using ReadTensor = nb::ndarray<nb::device::cpu, nb::ro>;
+using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ReadBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bias = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+using Unlocked = nb::gil_scoped_release;
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+void check(bool holds, const char* name, const std::string& expected) {
+  if (!holds) refuse(std::string(name) + " must be " + expected);
+}
+
+template <class T>
+bool is_bf16(const T& tensor) {
+  const nb::dlpack::dtype type = tensor.dtype();
+  return type.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat) && type.bits == 16;
+}
+
+template <class T>
+bool is_float32(const T& tensor) { return tensor.dtype() == nb::dtype<float>(); }
+
+// A matrix [rows, columns] whose rows may lie apart.
+template <class T>
+void check_matrix(const T& tensor, const char* name, std::int64_t columns) {
+  check(tensor.ndim() == 2 && static_cast<std::int64_t>(tensor.shape(1)) == columns &&
+            (columns <= 1 || tensor.shape(0) == 0 || tensor.stride(1) == 1),
+        name, "a matrix of " + std::to_string(columns) + " columns, contiguous along them");
+}
+
+int dimension(std::int64_t value, const char* name) {
+  check(value >= 0 && value < (std::int64_t{1} << 31) - 64, name, "a size of at most 31 bits");
+  return static_cast<int>(value);
+}
+
+BlockType block_type(const std::string& name) {
+  constexpr const char* kNames[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"};
+  for (int i = 0; i < 5; ++i)
+    if (name == kNames[i]) return static_cast<BlockType>(i);
+  refuse("block type is " + name + "; it takes Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0");
+}
+
+void check_groups(int k) {
+  check(k % kStep == 0, "k", "a multiple of " + std::to_string(kStep));
+}
+
+void check_bytes(std::size_t actual, std::size_t expected, const char* name) {
+  check(actual == expected, name,
+        std::to_string(expected) + " bytes, not " + std::to_string(actual));
+}
+
+const std::int64_t* check_ids(const Ids& ids, std::int64_t below, const char* name) {
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    check(ids.data()[i] >= 0 && ids.data()[i] < below, name,
+          "within [0, " + std::to_string(below) + ")");
+  return ids.data();
+}
+
+const std::int64_t* row_order(const std::optional<Ids>& ids, int n) {
+  if (!ids) return nullptr;
+  check(static_cast<int>(ids->size()) == n, "row_index", std::to_string(n) + " rows");
+  return check_ids(*ids, n, "row_index");
+}
+
+Bf16Weights bf16_weights(const ReadBytes& packed, std::int64_t n, std::int64_t k) {
+  const Bf16Weights weights{reinterpret_cast<const bf16*>(packed.data()), dimension(n, "n"),
+                            dimension(k, "k")};
+  check_bytes(packed.size(), packed_bf16_bytes(weights.n, weights.k), "packed");
+  return weights;
+}
+
+BlockWeights block_weights(const ReadBytes& packed, const std::string& type, std::int64_t n,
+                           std::int64_t k) {
+  const BlockWeights weights{packed.data(), dimension(n, "n"), dimension(k, "k"),
+                             block_format(block_type(type))};
+  check_groups(weights.k);
+  check_bytes(packed.size(), packed_blocks_bytes(weights.n, weights.k, weights.format), "packed");
+  return weights;
+}
+
+OutputRows output_rows(const Tensor& out, std::size_t m, int n, const std::optional<Bias>& bias) {
+  check_matrix(out, "out", n);
+  check(is_bf16(out) || is_float32(out), "out", "bfloat16 or float32");
+  check(out.shape(0) == m, "out", "of " + std::to_string(m) + " rows, as many as x has");
+  check(!bias || static_cast<int>(bias->size()) == n, "bias", std::to_string(n) + " values");
+  return {out.data(), out.stride(0), is_bf16(out), bias ? bias->data() : nullptr};
+}
+
+// Codes, scales, scaled sums and sums behind one another in one buffer, each [m, ...] as in
+// QuantizedRows, from a cache line on.
+struct QuantizedLayout {
+  std::size_t scales, scaled_sums, sums, total;
+
+  QuantizedLayout(std::size_t m, std::size_t k) {
+    const std::size_t table = round_up(m * (k / kStep) * sizeof(float), kCacheLine);
+    scales = round_up(m * k, kCacheLine);
+    scaled_sums = scales + table;
+    sums = scaled_sums + table;
+    total = sums + table;
+  }
+
+  QuantizedRows rows(const std::uint8_t* data) const {
+    auto* base = const_cast<std::uint8_t*>(data);
+    return {reinterpret_cast<std::int8_t*>(base), reinterpret_cast<float*>(base + scales),
+            reinterpret_cast<float*>(base + scaled_sums),
+            reinterpret_cast<std::int32_t*>(base + sums)};
+  }
+};
+
+void bind_machine(nb::module_& module) {
+  module.def("detected_isa", [] { return isa_name(detected_isa()); });
+  module.def("active_isa", [] { return isa_name(active_isa()); });
+  module.def("set_active_isa", [](const std::string& name) { set_active_isa(name.c_str()); });
+  module.def("num_threads", &num_threads);
+  module.def("set_num_threads", [](int n) { Unlocked unlocked; set_num_threads(n); });
+  // How often each task ran, and by how many threads; for tests of the pool.
+  module.def("count_tasks", [](Tensor counts, int repeats) {
+    check(counts.ndim() == 1 && counts.dtype() == nb::dtype<std::int32_t>(), "counts",
+          "int32 of one dimension");
+    auto* data = static_cast<std::int32_t*>(counts.data());
+    const int num_tasks = dimension(counts.shape(0), "counts");
+    Unlocked unlocked;
+    for (int i = 0; i < repeats; ++i)
+      parallel_for(num_tasks, [&](int task, int) {
+        parallel_for(1, [&](int, int) { data[task] += 1; });
+      });
+  });
+  module.def("measure_read_bandwidth", [](std::size_t num_bytes, int repeats) {
+    Unlocked unlocked;
+    return measure_read_bandwidth(num_bytes, repeats);
+  });
+  module.def("measure_amx_peak", [](bool from_cache, int repeats) {
+    Unlocked unlocked;
+    return measure_amx_peak(from_cache ? PeakSource::cache : PeakSource::registers, repeats);
+  });
+}
+
+void bind_packing(nb::module_& module) {
+  module.def("allocate_weights", [](std::size_t num_bytes) {
+    auto owner = std::make_unique<std::shared_ptr<void>>(allocate_weights(num_bytes));
+    void* data = owner->get();
+    nb::capsule capsule(owner.release(), [](void* p) noexcept {
+      delete static_cast<std::shared_ptr<void>*>(p);
+    });
+    return nb::ndarray<std::uint8_t, nb::ndim<1>>(data, {num_bytes}, capsule);
+  });
+  module.def("packed_bf16_bytes", [](std::int64_t n, std::int64_t k) {
+    return packed_bf16_bytes(dimension(n, "n"), dimension(k, "k"));
+  });
+  module.def("packed_blocks_bytes", [](const std::string& type, std::int64_t n, std::int64_t k) {
+    return packed_blocks_bytes(dimension(n, "n"), dimension(k, "k"),
+                               block_format(block_type(type)));
+  });
+  module.def("pack_bf16", [](const ReadTensor& weight, Bytes packed, std::optional<Ids> row_index) {
+    check(weight.ndim() == 2 && is_bf16(weight), "weight", "a bfloat16 matrix");
+    check_matrix(weight, "weight", weight.shape(1));
+    const int n = dimension(weight.shape(0), "n"), k = dimension(weight.shape(1), "k");
+    check_bytes(packed.size(), packed_bf16_bytes(n, k), "packed");
+    const std::int64_t* order = row_order(row_index, n);
+    Unlocked unlocked;
+    pack_bf16(static_cast<const bf16*>(weight.data()), weight.stride(0), n, k, order,
+              reinterpret_cast<bf16*>(packed.data()));
+  }, nb::arg("weight"), nb::arg("packed"), nb::arg("row_index").none());
+  module.def("pack_blocks", [](const std::string& type, const ReadBytes& raw, std::int64_t rows,
+                               std::int64_t columns, Bytes packed, std::optional<Ids> row_index) {
+    const BlockType block = block_type(type);
+    const int n = dimension(rows, "n"), k = dimension(columns, "k");
+    check_groups(k);
+    check_bytes(raw.size(), std::size_t(n) * (k / kStep) * raw_block_bytes(block), "raw");
+    check_bytes(packed.size(), packed_blocks_bytes(n, k, block_format(block)), "packed");
+    const std::int64_t* order = row_order(row_index, n);
+    Unlocked unlocked;
+    pack_blocks(block, raw.data(), n, k, order, packed.data());
+  }, nb::arg("type"), nb::arg("raw"), nb::arg("n"), nb::arg("k"), nb::arg("packed"),
+     nb::arg("row_index").none());
+  module.def("unpack_bf16_rows", [](const ReadBytes& packed, std::int64_t n, std::int64_t k,
+                                    const Ids& ids, Tensor out) {
+    const Bf16Weights weights = bf16_weights(packed, n, k);
+    check_matrix(out, "out", k);
+    check(is_float32(out) && out.shape(0) == ids.size(), "out", "float32, a row for each id");
+    const std::int64_t* rows = check_ids(ids, n, "ids");
+    Unlocked unlocked;
+    unpack_bf16_rows(weights, rows, static_cast<int>(ids.size()), static_cast<float*>(out.data()));
+  });
+  module.def("unpack_block_rows", [](const ReadBytes& packed, const std::string& type,
+                                     std::int64_t n, std::int64_t k, const Ids& ids, Tensor out) {
+    const BlockWeights weights = block_weights(packed, type, n, k);
+    check_matrix(out, "out", k);
+    check(is_float32(out) && out.shape(0) == ids.size(), "out", "float32, a row for each id");
+    const std::int64_t* rows = check_ids(ids, n, "ids");
+    Unlocked unlocked;
+    unpack_block_rows(weights, rows, static_cast<int>(ids.size()),
+                      static_cast<float*>(out.data()));
+  });
+}
+
+void bind_products(nb::module_& module) {
+  module.def("gemm_bf16", [](const ReadTensor& x, const ReadBytes& packed, std::int64_t n,
+                             std::int64_t k, Tensor out, std::optional<Bias> bias) {
+    const Bf16Weights weights = bf16_weights(packed, n, k);
+    check_matrix(x, "x", k);
+    check(is_bf16(x), "x", "bfloat16");
+    const OutputRows target = output_rows(out, x.shape(0), weights.n, bias);
+    Unlocked unlocked;
+    gemm_bf16({static_cast<const bf16*>(x.data()), x.stride(0)}, dimension(x.shape(0), "m"),
+              weights, target);
+  }, nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("out"),
+     nb::arg("bias").none());
+  module.def("quantized_layout", [](std::size_t m, std::size_t k) {
+    const QuantizedLayout layout(m, k);
+    return nb::make_tuple(layout.scales, layout.scaled_sums, layout.sums, layout.total);
+  });
+  module.def("quantize_rows", [](const ReadTensor& x, Bytes quantized) {
+    check(x.ndim() == 2 && (is_bf16(x) || is_float32(x)), "x", "a bfloat16 or float32 matrix");
+    check_matrix(x, "x", x.shape(1));
+    const int m = dimension(x.shape(0), "m"), k = dimension(x.shape(1), "k");
+    check_groups(k);
+    const QuantizedLayout layout(m, k);
+    check_bytes(quantized.size(), layout.total, "quantized");
+    Unlocked unlocked;
+    quantize_rows({x.data(), x.stride(0), is_bf16(x)}, m, k, layout.rows(quantized.data()));
+  });
+  module.def("gemm_blocks", [](const ReadBytes& quantized, std::int64_t m, const ReadBytes& packed,
+                               const std::string& type, std::int64_t n, std::int64_t k, Tensor out,
+                               std::optional<Bias> bias) {
+    const BlockWeights weights = block_weights(packed, type, n, k);
+    const QuantizedLayout layout(dimension(m, "m"), weights.k);
+    check_bytes(quantized.size(), layout.total, "quantized");
+    const OutputRows target = output_rows(out, m, weights.n, bias);
+    Unlocked unlocked;
+    gemm_blocks(layout.rows(quantized.data()), static_cast<int>(m), weights, target);
+  }, nb::arg("quantized"), nb::arg("m"), nb::arg("packed"), nb::arg("type"), nb::arg("n"),
+     nb::arg("k"), nb::arg("out"), nb::arg("bias").none());
+}
+
+}  // namespace
+
+void bind_gemm(nb::module_& module) {
+  bind_machine(module);
+  bind_packing(module);
+  bind_products(module);
+}
+
+}  // namespace tokenmill

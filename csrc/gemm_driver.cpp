@@ -1,0 +1,104 @@
+// Products as a whole: choose the instruction set, split the work among the threads.
+#include <stdexcept>
+
+#include "common.h"
+#include "gemm_kernels.h"
+#include "isa.h"
+#include "pool.h"
+
+namespace tokenmill {
+namespace {
+
+// Rows whose values stay in a core's second-level cache while the panels pass by.
+constexpr std::int64_t kRowBlockBytes = 768 << 10;
+constexpr int kRowBlockStep = 32;
+// So many tasks a thread even out interruptions; a task should not read less than this.
+constexpr int kTasksPerThread = 16;
+constexpr std::int64_t kTaskBytes = 16 << 10;
+
+struct Split {
+  int row_block, num_row_blocks;
+  int task_panels, num_column_tasks;
+
+  Split(int m, int n, std::int64_t row_bytes, std::int64_t panel_bytes) {
+    const int cached_rows = static_cast<int>(kRowBlockBytes / (row_bytes + 1));
+    const int most_rows = cached_rows < kRowBlockStep ? kRowBlockStep : cached_rows;
+    row_block = round_up(ceil_div(m, ceil_div(m, most_rows)), kRowBlockStep);
+    num_row_blocks = ceil_div(m, row_block);
+    const int num_panels = ceil_div(n, kPanel);
+    const int wanted = ceil_div(num_threads() * kTasksPerThread, num_row_blocks);
+    const int fewest_panels = static_cast<int>(ceil_div(kTaskBytes, panel_bytes + 1));
+    task_panels = num_panels / wanted;
+    if (task_panels < fewest_panels) task_panels = fewest_panels;
+    num_column_tasks = ceil_div(num_panels, task_panels);
+  }
+
+  template <class F>
+  void run(int m, int n, F&& kernel) const {
+    const int num_panels = ceil_div(n, kPanel);
+    parallel_for(num_row_blocks * num_column_tasks, [&](int task, int) {
+      const int row = task / num_column_tasks * row_block;
+      const int panel = task % num_column_tasks * task_panels;
+      kernel(Range{row, min_of(row + row_block, m)},
+             Range{panel, min_of(panel + task_panels, num_panels)});
+    });
+  }
+};
+
+template <class Kernel>
+Kernel choose(Kernel amx, Kernel avx512) {
+  switch (active_isa()) {
+    case Isa::amx: return amx;
+    case Isa::avx512: return avx512;
+    default: throw std::runtime_error("the native kernels need AVX-512 with VNNI and BF16");
+  }
+}
+
+// x with rows of zeros behind K, so that kernels see whole steps.
+Bf16Rows pad_rows(const Bf16Rows& x, int m, int k) {
+  const int padded = round_up(k, kStep);
+  auto* copy = static_cast<bf16*>(thread_scratch(0, sizeof(bf16) * padded * std::size_t(m)));
+  for (int row = 0; row < m; ++row) {
+    bf16* target = copy + std::int64_t{row} * padded;
+    std::memcpy(target, x.data + row * x.stride, sizeof(bf16) * k);
+    std::memset(target + k, 0, sizeof(bf16) * (padded - k));
+  }
+  return {copy, padded};
+}
+
+}  // namespace
+
+void gemm_bf16(const Bf16Rows& x, int m, const Bf16Weights& weights, const OutputRows& out) {
+  if (m == 0 || weights.n == 0) return;
+  const Bf16Kernel kernel = choose(gemm_bf16_amx, gemm_bf16_avx512);
+  const Bf16Rows rows = weights.k % kStep == 0 ? x : pad_rows(x, m, weights.k);
+  const std::int64_t row_bytes = std::int64_t{round_up(weights.k, kStep)} * sizeof(bf16);
+  Split(m, weights.n, row_bytes, row_bytes * kPanel)
+      .run(m, weights.n, [&](Range block, Range panels) {
+        kernel(rows, block, weights, panels, out);
+      });
+}
+
+void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
+                 const OutputRows& out) {
+  if (m == 0 || weights.n == 0) return;
+  const BlockKernel kernel = choose(gemm_blocks_amx, gemm_blocks_avx512);
+  const std::int64_t num_groups = weights.k / kStep;
+  Split(m, weights.n, num_groups * (kStep + 8), num_groups * weights.format.group_bytes())
+      .run(m, weights.n, [&](Range block, Range panels) {
+        kernel(x, block, weights, panels, out);
+      });
+}
+
+void quantize_rows(const FloatRows& x, int m, int k, const QuantizedRows& out) {
+  if (m == 0) return;
+  const auto kernel = choose(quantize_rows_avx512, quantize_rows_avx512);
+  constexpr int kValues = 1 << 14;  // a task
+  const int task_rows = kValues / (k + 1) + 1;
+  parallel_for(ceil_div(m, task_rows), [&](int task, int) {
+    const int row = task * task_rows;
+    kernel(x, Range{row, min_of(row + task_rows, m)}, k, out);
+  });
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,126 @@
+// Matrix products with packed weights: out[M, N] = x[M, K] @ weight[N, K].T + bias.
+//
+// Weights are packed in panels of 32 output columns, in steps of 32 along K, and each step of a
+// panel is contiguous: a thread reads its panels from front to back, once for all rows.
+//
+//   bf16    [N/32 panels][K/32 steps][2 halves][16 pairs][16 columns][2 values]
+//   blocks  [N/32 panels][K/32 groups] of one group:
+//             codes      [2 halves][8 quads][16 columns][4 values], 8 bits each, or 4 bits: the
+//                        low halves of the bytes hold quads 0..3, the high halves 4..7
+//             scales     [32 columns] fp16
+//             minimums   [32 columns] fp16, if the format has them
+//
+// A half of a step is what an AMX tile holds, and in AVX-512 a row of it fills a register.
+//
+// Every output is one sum along K in one order, whatever M, the neighbours and the threads are.
+//   bf16    pairs along K, added to a float32 one after another, as the instruction does it
+//   blocks  sum = 0; for each group:
+//             sum = fma(float(sum of codes * x_codes), scale * x_scale, sum)
+//             sum = fma(minimum, x_scaled_sum, sum)
+//           the inner sum is an exact integer, so both instruction sets give the same bits
+// The bias is added to the finished sum, and the result rounded to bf16 if that is wanted.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common.h"
+
+namespace tokenmill {
+
+constexpr int kPanel = 32;  // columns of a packed panel
+constexpr int kStep = 32;   // values along K of a step, or of a group of a block format
+constexpr int kHalf = 16;   // columns of a vector register and of a tile
+
+enum class BlockType : int { q4_0 = 0, q4_1 = 1, q5_0 = 2, q5_1 = 3, q8_0 = 4 };
+
+// How weights of a block type are packed: value = scale * (code - zero) + minimum.
+// 8-bit codes are signed and zero is 0; 4-bit codes are unsigned.
+struct BlockFormat {
+  int bits;
+  int zero;
+  bool has_minimum;
+
+  constexpr std::size_t code_bytes() const { return kPanel * kStep * bits / 8; }
+  constexpr std::size_t group_bytes() const {
+    return code_bytes() + kPanel * sizeof(fp16) * (has_minimum ? 2 : 1);
+  }
+};
+
+constexpr BlockFormat block_format(BlockType type) {
+  switch (type) {
+    case BlockType::q4_0: return {4, 8, false};
+    case BlockType::q4_1: return {4, 0, true};
+    case BlockType::q5_1: return {8, 0, true};
+    default: return {8, 0, false};
+  }
+}
+
+struct Bf16Weights {
+  const bf16* data;  // packed
+  int n, k;
+};
+
+struct BlockWeights {
+  const std::uint8_t* data;  // packed
+  int n, k;                  // k is a multiple of kStep
+  BlockFormat format;
+};
+
+struct Bf16Rows {
+  const bf16* data;  // [m, k], rows `stride` values apart
+  std::int64_t stride;
+};
+
+struct FloatRows {
+  const void* data;     // [m, k], rows `stride` values apart
+  std::int64_t stride;
+  bool is_bf16;         // else float32
+};
+
+// Activations in int8, each group of 32 values of a row on a scale of its own.
+struct QuantizedRows {
+  std::int8_t* codes;        // [m, k]
+  float* scales;             // [m, k / 32], largest magnitude / 127
+  float* scaled_sums;        // [m, k / 32], float(sum of codes) * scale
+  std::int32_t* sums;        // [m, k / 32], sum of codes
+};
+
+struct OutputRows {
+  void* data;           // [m, n], rows `stride` values apart
+  std::int64_t stride;
+  bool is_bf16;         // else float32
+  const float* bias;    // [n] or null
+};
+
+// All of these split their work among the pool's threads, and none allocates once the threads'
+// scratch memory has grown to the shapes in use. x and out must not overlap.
+void gemm_bf16(const Bf16Rows& x, int m, const Bf16Weights& weights, const OutputRows& out);
+void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
+                 const OutputRows& out);
+void quantize_rows(const FloatRows& x, int m, int k, const QuantizedRows& out);
+
+// ---------------------------------------------------------------------------------------------
+// What an instruction set provides: rows [row_begin, row_end) times panels [panel_begin, panel_end).
+// For bf16, k is a multiple of kStep here.
+
+struct Range {
+  int begin, end;
+};
+
+using Bf16Kernel = void (*)(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
+                            const OutputRows&);
+using BlockKernel = void (*)(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
+                             const OutputRows&);
+
+void gemm_bf16_avx512(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
+                      const OutputRows&);
+void gemm_bf16_amx(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
+                   const OutputRows&);
+void gemm_blocks_avx512(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
+                        const OutputRows&);
+void gemm_blocks_amx(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
+                     const OutputRows&);
+void quantize_rows_avx512(const FloatRows&, Range rows, int k, const QuantizedRows&);
+
+}  // namespace tokenmill

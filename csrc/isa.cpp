@@ -1,0 +1,99 @@
+#include "isa.h"
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+namespace tokenmill {
+namespace {
+
+constexpr const char* kNames[] = {"reference", "avx512", "amx"};
+
+struct Registers {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers cpuid(unsigned leaf, unsigned subleaf) {
+  Registers r;
+  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
+  return r;
+}
+
+bool bit(unsigned word, int index) { return (word >> index) & 1u; }
+
+// The register files that the operating system saves when it switches threads (XCR0).
+std::uint64_t saved_states() {
+  if (!bit(cpuid(1, 0).ecx, 27)) return 0;  // OSXSAVE
+  unsigned low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<std::uint64_t>(high) << 32) | low;
+}
+
+bool has_avx512() {
+  constexpr std::uint64_t kZmmStates = 0xe6;  // SSE, AVX, masks, both halves of zmm
+  const Registers basic = cpuid(1, 0), extended = cpuid(7, 0), more = cpuid(7, 1);
+  return (saved_states() & kZmmStates) == kZmmStates &&
+         bit(basic.ecx, 12) && bit(basic.ecx, 29) &&         // FMA, F16C
+         bit(extended.ebx, 5) && bit(extended.ebx, 16) &&    // AVX2, AVX512F
+         bit(extended.ebx, 17) && bit(extended.ebx, 30) &&   // DQ, BW
+         bit(extended.ebx, 31) && bit(extended.ecx, 11) &&   // VL, VNNI
+         bit(more.eax, 5);                                   // BF16
+}
+
+bool has_amx() {
+  constexpr std::uint64_t kTileStates = 0x60000;
+  const Registers extended = cpuid(7, 0);
+  if ((saved_states() & kTileStates) != kTileStates || !bit(extended.edx, 22) ||
+      !bit(extended.edx, 24) || !bit(extended.edx, 25))  // AMX-BF16, AMX-TILE, AMX-INT8
+    return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+Isa detect() {
+  if (!has_avx512()) return Isa::reference;
+  return has_amx() ? Isa::amx : Isa::avx512;
+}
+
+Isa parse(const std::string& name) {
+  for (int i = 0; i < 3; ++i) {
+    if (name != kNames[i]) continue;
+    const Isa isa = static_cast<Isa>(i);
+    if (isa > detected_isa())
+      throw std::runtime_error("TOKENMILL_ISA is " + name + ", but this machine offers at most " +
+                               isa_name(detected_isa()));
+    return isa;
+  }
+  throw std::runtime_error("TOKENMILL_ISA is " + name + "; it takes amx, avx512 or reference");
+}
+
+Isa initial() {
+  const char* name = std::getenv("TOKENMILL_ISA");
+  return name != nullptr && *name != '\0' ? parse(name) : detected_isa();
+}
+
+std::atomic<Isa>& active() {
+  static std::atomic<Isa> isa{initial()};
+  return isa;
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
+
+Isa detected_isa() {
+  static const Isa isa = detect();
+  return isa;
+}
+
+Isa active_isa() { return active().load(std::memory_order_relaxed); }
+
+void set_active_isa(const char* name) { active().store(parse(name)); }
+
+}  // namespace tokenmill

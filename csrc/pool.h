@@ -1,0 +1,45 @@
+// A thread pool for kernels: fork and join within microseconds.
+//
+// The caller works too. Tasks are claimed one by one, so that a thread that was interrupted does
+// not hold up the others. Which thread runs a task never changes a result: a task owns its outputs.
+//
+// Workers spin for a short time after a job, then sleep. Denormals are flushed on every thread
+// while it runs tasks. After a fork the child starts with a pool of its own. Jobs of two threads
+// run one after the other.
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+#include <utility>
+
+namespace tokenmill {
+
+// Threads that take part, the caller included. At first: the processors of the affinity mask.
+int num_threads();
+
+// At least 1. Waits for a running job. More threads than processors are allowed, for tests.
+void set_num_threads(int n);
+
+namespace detail {
+using TaskFunction = void (*)(void* context, int task, int thread);
+void run(int num_tasks, TaskFunction function, void* context);
+}  // namespace detail
+
+// Runs body(task, thread) for every task in [0, num_tasks) and returns when all are done; thread
+// is in [0, num_threads()). The body must not throw. A call from within a body runs inline, on the
+// thread that makes it.
+template <class F>
+void parallel_for(int num_tasks, F&& body) {
+  using Body = std::remove_reference_t<F>;
+  detail::run(
+      num_tasks,
+      [](void* context, int task, int thread) { (*static_cast<Body*>(context))(task, thread); },
+      const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+// Memory of the calling thread, aligned to a cache line, kept until the thread ends and grown when
+// it is too small. Slots are for different uses at the same time: 0 for GEMM, 1 for attention, 2
+// for others; a use within a use needs another slot.
+void* thread_scratch(int slot, std::size_t num_bytes);
+
+}  // namespace tokenmill
