@@ -198,6 +198,8 @@ class Row:
     token_ids: list[int]
     block_ids: tuple[list[int], ...]
     num_computed: int
+    error: str | None = None
+    """Set once it has failed; it then fails in every step until it is cleared."""
 
 
 @dataclass
@@ -269,6 +271,9 @@ class FakeExecutor:
         """Compute one row's tokens; returns the sampled ones."""
         row, req_id = self.rows[plan.rows[index]], plan.req_ids[index]
         assert row.data.req_id == req_id
+        if row.error is not None:
+            output.errors[req_id] = row.error
+            return []
         drafts = plan.draft_token_ids.get(req_id, [])
         known = row.token_ids + drafts
         start, end = row.num_computed, row.num_computed + plan.num_scheduled_tokens[index]
@@ -282,8 +287,9 @@ class FakeExecutor:
         self._write_and_read(row, digests, start, is_sampled)
         self._add_prompt_logprobs(row, digests, plan, index, output)
         row.num_computed = end
-        if req_id in self.errors:
-            output.errors[req_id] = self.errors.pop(req_id)
+        row.error = self.errors.pop(req_id, None)
+        if row.error is not None:
+            output.errors[req_id] = row.error
             return []
         if not is_sampled:
             return []
@@ -364,6 +370,38 @@ class FakeExecutor:
             drafts.append(token_id if digest % 4 else 3)
             digest = extend_digest(digest, token_id)
         return drafts
+
+
+# ---- by hand, without a device -------------------------------------------------------------------
+
+
+def add(scheduler: Scheduler, *requests: EngineCoreRequest) -> tuple[EngineCoreRequest, ...]:
+    """Queue requests and return them."""
+    for request in requests:
+        scheduler.add_request(request)
+    return requests
+
+
+def planned(plan: SchedulerOutput) -> dict[str, int]:
+    """Scheduled tokens by request."""
+    return dict(zip(plan.req_ids, plan.num_scheduled_tokens, strict=True))
+
+
+def settle(
+    scheduler: Scheduler,
+    plan: SchedulerOutput,
+    tokens: dict[str, list[int]] | None = None,
+    **fields: object,
+) -> dict[str, EngineCoreOutput]:
+    """Settle a plan with these tokens by request, by default 9 for every sampled row."""
+    sampled = [
+        ([9] if tokens is None else tokens[req_id]) if is_sampled else []
+        for req_id, is_sampled in zip(plan.req_ids, plan.is_sampled, strict=True)
+    ]
+    result = ModelRunnerOutput(plan.step_id, list(plan.req_ids), sampled, **fields)
+    outputs = scheduler.update_from_output(plan, result)
+    check_invariants(scheduler)
+    return {output.request_id: output for output in outputs.outputs}
 
 
 # ---- running and checking -----------------------------------------------------------------------

@@ -8,7 +8,8 @@ Plans are applied in the order of their `step_id`.
     num_tokens     tokens of the row to compute in this step
     num_logits     how many of the last of these tokens need logits:
                    0 in the middle of a prompt, 1 where a token is sampled, k + 1 with k drafts,
-                   all of a chunk where prompt log-probabilities were asked for
+                   all of a chunk where prompt log-probabilities are owed (they are not once they
+                   were delivered, even if the prompt is computed again after preemption)
 """
 
 from __future__ import annotations

@@ -22,4 +22,5 @@ class ModelRunnerOutput:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     """Proposals for the next step, where there are any."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Requests that failed, alone, with the reason; they have no tokens."""
+    """Requests that failed, alone, with the reason; they have no tokens. A row that has failed
+    fails in every step until it is freed: with two plans in flight the next one names it again."""

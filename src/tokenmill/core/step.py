@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tokenmill.contracts.plan import BlockIds, NewRequestData, SchedulerOutput
 from tokenmill.core.request import Request
 
+
 @dataclass(slots=True)
 class Step:
     """A plan, the requests of its batch (parallel lists), and what is left of the budget."""

@@ -114,8 +114,8 @@ class KVCacheManager:
     ) -> BlockIds | None:
         """Slots for a request's next tokens.
 
-            | table so far | new blocks .................................................. |
-            | computed     | `computed` hits | num_new_tokens | num_lookahead_tokens         |
+            | table so far  or  hits in `computed` | new blocks .......................... |
+            | computed tokens                      | num_new_tokens | num_lookahead_tokens |
 
         New tokens include drafts; lookahead slots are where a drafter writes, and end where the
         longest sequence ends. Hits are for a request that holds nothing yet. With `num_must_fit`
@@ -130,9 +130,9 @@ class KVCacheManager:
         # Every group keeps whole sequences, so a request's tables are equally long.
         num_held = self._groups[0].table_length(request_id) + computed.num_blocks
         num_missing = self._num_blocks(num_slots) - num_held
-        num_must_be_free = self._num_blocks(max(num_slots, num_must_fit)) - num_held
-        if num_must_be_free <= 0 and not computed.num_blocks:
+        if num_missing <= 0:  # never with hits: at least the last token is beyond them
             return self._no_new_blocks
+        num_must_be_free = max(num_missing, self._num_blocks(num_must_fit) - num_held)
         num_free = self.pool.num_free_blocks - computed.count_free()
         if num_must_be_free * len(self._groups) > num_free:
             return None

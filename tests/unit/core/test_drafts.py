@@ -1,0 +1,61 @@
+"""Drafted tokens: when they are scheduled, and what is left of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.core import (
+    add,
+    create_core,
+    create_request,
+    create_scheduler,
+    endless,
+    planned,
+    settle,
+)
+
+
+def test_drafts_wait_until_the_prompt_is_computed():
+    scheduler = create_scheduler(max_num_batched_tokens=4, num_speculative_tokens=2)
+    (data,) = add(scheduler, create_request(6, max_tokens=20))
+    drafts = {"draft_token_ids": {data.request_id: [5, 6]}}
+    settle(scheduler, scheduler.schedule(), **drafts)  # middle of the prompt: dropped
+    plan = scheduler.schedule()
+    assert (planned(plan), plan.draft_token_ids) == ({data.request_id: 2}, {})
+    settle(scheduler, plan, **drafts)
+    plan = scheduler.schedule()
+    assert plan.draft_token_ids == {data.request_id: [5, 6]}
+    assert (plan.num_scheduled_tokens, plan.num_logits) == ([3], [3])
+
+
+@pytest.mark.parametrize(("accepted", "computed"), [(0, 7), (1, 8), (2, 9)])
+def test_rejected_drafts_are_subtracted(accepted, computed):
+    scheduler = create_scheduler(num_speculative_tokens=2)
+    (data,) = add(scheduler, create_request(6, max_tokens=20))
+    request = scheduler.requests[data.request_id]
+    settle(scheduler, scheduler.schedule(), draft_token_ids={data.request_id: [5, 6, 7]})
+    plan = scheduler.schedule()
+    assert request.num_computed_tokens == 9
+    settle(scheduler, plan, {data.request_id: [5, 6, 9][: accepted + 1]})
+    assert request.num_computed_tokens == request.num_settled_tokens == computed
+    assert request.num_output_placeholders == 0
+    assert request.draft_token_ids == []
+
+
+def test_drafts_are_cut_to_the_budget_and_to_max_tokens():
+    scheduler = create_scheduler(max_num_batched_tokens=6, num_speculative_tokens=3)
+    a, b = add(scheduler, create_request(2, max_tokens=20), create_request(2, max_tokens=3))
+    drafts = {a.request_id: [5, 6, 7], b.request_id: [5, 6, 7]}
+    settle(scheduler, scheduler.schedule(), draft_token_ids=drafts)
+    plan = scheduler.schedule()
+    assert plan.draft_token_ids == {a.request_id: [5, 6, 7], b.request_id: [5]}
+
+
+def test_the_fake_device_notices_a_block_with_another_prefix():
+    """The checker itself: a stale block under a row's table is an error."""
+    core, executor = create_core(next_token=endless)
+    core.add_request(create_request(9, max_tokens=6))
+    core.step()
+    executor.slots[0, 1, 2] += 1
+    with pytest.raises(AssertionError, match="holds another prefix"):
+        core.step()
