@@ -12,6 +12,7 @@ from helpers.core import (
     add,
     check_idle,
     create_core,
+    create_kv_cache_config,
     create_request,
     create_scheduler,
     endless,
@@ -20,7 +21,15 @@ from helpers.core import (
     run_to_end,
     settle,
 )
+from tokenmill.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    MemoryLedger,
+    ModelConfig,
+    SchedulerConfig,
+)
 from tokenmill.contracts.request import FinishReason
+from tokenmill.core.build import build_scheduler
 from tokenmill.errors import ConfigError, ContextLengthExceededError, InvalidRequestError
 
 # ---- order and chunks ---------------------------------------------------------------------------
@@ -323,3 +332,30 @@ def test_requests_set_aside_keep_their_order_and_hold_up_nobody(policy):
     scheduler.abort_requests(["b", "d", "e"])
     assert scheduler.schedule().req_ids == ["a", "c"]
     assert scheduler.requests["a"].wait_reason is None
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_build_scheduler_takes_its_limits_from_the_engine_config(caching):
+    model = ModelConfig("tiny", "/nowhere", "LlamaForCausalLM", {}, "float32", 64, vocab_size=100)
+    limits = SchedulerConfig(4, 32, 64, 0, True, "priority", 1)
+    cache = CacheConfig(block_size=4, num_blocks=20, enable_prefix_caching=caching)
+    config = EngineConfig(
+        model=model,
+        cache=cache,
+        scheduler=limits,
+        attention_backend="auto",
+        num_threads=1,
+        max_logprobs=20,
+        seed=0,
+        ledger=MemoryLedger(available=0, weights=0, workspace=0, reserve=0, kv_pool=0, kv_tokens=0),
+    )
+    scheduler = build_scheduler(config, create_kv_cache_config(20))
+    prompt = list(range(3, 12))
+    outputs = []
+    for token_id in (99, 100):
+        (data,) = add(scheduler, create_request(prompt, max_tokens=1))
+        outputs.append(settle(scheduler, scheduler.schedule(), {data.request_id: [token_id]}))
+    (first,), (second,) = (output.values() for output in outputs)
+    assert (first.new_token_ids, first.num_cached_tokens) == ([99], 0)
+    assert "vocabulary of 100" in second.error
+    assert second.num_cached_tokens == (8 if caching else 0)
