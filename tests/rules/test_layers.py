@@ -76,7 +76,7 @@ def test_imports_point_down(path: Path) -> None:
     wrong = [
         f"line {line}: {package} imports {other}"
         for line, other in imported_packages(path)
-        if other != package and DEPTH[other] <= DEPTH[package] and other != "__version__"
+        if other not in (package, "__version__") and DEPTH[other] <= DEPTH[package]
     ]
     assert not wrong
 

@@ -52,7 +52,8 @@ def _system_memory(root: Path) -> tuple[int, int]:
 
 def _cgroups(root: Path, controller: str) -> list[Path]:
     """Directories of the process's control groups, from its own up to the root: all of their
-    limits hold."""
+    limits hold.
+    """
     found = []
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -15,6 +15,7 @@ from math import prod
 
 from tokenmill.config.dtypes import DTYPE_BYTES
 from tokenmill.config.engine_config import MemoryLedger
+from tokenmill.config.machine import Machine
 from tokenmill.config.parameters import ModelParameters
 
 RESERVE_BYTES = 512 << 20
@@ -50,6 +51,24 @@ def workspace_bytes(parameters: ModelParameters, shape: StepShape) -> int:
     logits = _LOGITS_ROWS * _LOGITS_COPIES * parameters.vocab_size
     tables = shape.max_num_seqs * shape.max_model_len
     return 4 * (shape.max_num_batched_tokens * activations + logits + tables)
+
+
+def empty_ledger(
+    machine: Machine,
+    tensor_shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    parameters: ModelParameters,
+    step: StepShape,
+) -> MemoryLedger:
+    """What is taken before the KV pool is sized."""
+    return MemoryLedger(
+        available=machine.available_memory,
+        weights=weight_bytes(tensor_shapes, dtype),
+        workspace=workspace_bytes(parameters, step),
+        reserve=RESERVE_BYTES,
+        kv_pool=0,
+        kv_tokens=0,
+    )
 
 
 def render(ledger: MemoryLedger) -> str:

@@ -61,6 +61,13 @@ def positive_int(config: Mapping[str, Any], key: str, default: int | None = None
     return value
 
 
+def at_least(name: str, value: object, low: int) -> int:
+    """`value` of the setting `name`, which must be an integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}.")
+    return value
+
+
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE settings under one set of names, wherever a config.json keeps them.
 

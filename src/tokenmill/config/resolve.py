@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
@@ -18,22 +18,15 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import (
     CacheConfig,
     EngineConfig,
-    MemoryLedger,
     ModelConfig,
     Reason,
     SchedulerConfig,
 )
+from tokenmill.config.kv_pool import size_pool
 from tokenmill.config.machine import Machine
-from tokenmill.config.memory import (
-    RESERVE_BYTES,
-    StepShape,
-    format_bytes,
-    kv_bytes_per_token,
-    weight_bytes,
-    workspace_bytes,
-)
-from tokenmill.config.parameters import ModelParameters, read_parameters
-from tokenmill.errors import ConfigError, MemoryBudgetError, did_you_mean
+from tokenmill.config.memory import StepShape, empty_ledger, kv_bytes_per_token
+from tokenmill.config.parameters import ModelParameters, at_least, read_parameters
+from tokenmill.errors import ConfigError, did_you_mean
 
 T = TypeVar("T", int, str)
 
@@ -83,20 +76,18 @@ def resolve(
     num_threads = _num_threads(args, machine, choices)
     max_model_len = _max_model_len(args, parameters, choices)
     budget = _token_budget(args, tensor_shapes, parameters, dtype, num_threads, choices)
-    max_num_seqs = _max_num_seqs(args, budget, choices)
-    ledger = MemoryLedger(
-        available=machine.available_memory,
-        weights=weight_bytes(tensor_shapes, dtype),
-        workspace=workspace_bytes(parameters, StepShape(max_num_seqs, budget, max_model_len)),
-        reserve=RESERVE_BYTES,
-        kv_pool=0,
-        kv_tokens=0,
+    step = StepShape(_max_num_seqs(args, budget, choices), budget, max_model_len)
+    pool = size_pool(
+        args,
+        step,
+        block_size=block_size,
+        bytes_per_block=block_size * kv_bytes_per_token(parameters, dtype),
+        ledger=empty_ledger(machine, tensor_shapes, dtype, parameters, step),
     )
-    bytes_per_block = block_size * kv_bytes_per_token(parameters, dtype)
-    num_blocks = _num_blocks(args, ledger, bytes_per_block, max_num_seqs, max_model_len, block_size)
-    max_model_len = _fit_model_len(
-        args, max_model_len, num_blocks, block_size, bytes_per_block, ledger, choices
-    )
+    if pool.max_model_len < max_model_len:
+        max_model_len = choices.choose(
+            "max_model_len", pool.max_model_len, "what the KV cache holds"
+        )
     return EngineConfig(
         model=ModelConfig(
             name=args.model,
@@ -107,21 +98,13 @@ def resolve(
             max_model_len=max_model_len,
             vocab_size=parameters.vocab_size,
         ),
-        cache=CacheConfig(
-            block_size=block_size,
-            num_blocks=num_blocks + 1,
-            enable_prefix_caching=args.enable_prefix_caching,
-        ),
-        scheduler=_scheduler(args, max_num_seqs, budget, max_model_len),
+        cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching),
+        scheduler=_scheduler(args, step.max_num_seqs, budget, max_model_len),
         attention_backend=args.attention_backend,
         num_threads=num_threads,
-        max_logprobs=_at_least("max_logprobs", args.max_logprobs, -1),
+        max_logprobs=at_least("max_logprobs", args.max_logprobs, -1),
         seed=args.seed,
-        ledger=replace(
-            ledger,
-            kv_pool=(num_blocks + 1) * bytes_per_block,
-            kv_tokens=num_blocks * block_size,
-        ),
+        ledger=pool.ledger,
         reasons=tuple(choices.reasons),
     )
 
@@ -165,7 +148,7 @@ def _num_threads(args: EngineArgs, machine: Machine, choices: _Choices) -> int:
         return choices.choose(
             "num_threads", machine.num_cpus, "processors this process may use (affinity, quota)"
         )
-    wanted = _at_least("num_threads", args.num_threads, 1)
+    wanted = at_least("num_threads", args.num_threads, 1)
     if wanted > machine.num_cpus:
         logger.warning(
             "num_threads=%d, but this process may use %d processors; using %d.",
@@ -201,7 +184,7 @@ def _token_budget(
 ) -> int:
     """Tokens of a step."""
     if args.max_num_batched_tokens is not None:
-        budget = _at_least("max_num_batched_tokens", args.max_num_batched_tokens, 1)
+        budget = at_least("max_num_batched_tokens", args.max_num_batched_tokens, 1)
         if args.max_num_seqs is not None and budget < args.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={budget} is less than max_num_seqs={args.max_num_seqs},"
@@ -230,78 +213,9 @@ def _token_budget(
 
 def _max_num_seqs(args: EngineArgs, budget: int, choices: _Choices) -> int:
     if args.max_num_seqs is not None:
-        return _at_least("max_num_seqs", args.max_num_seqs, 1)
+        return at_least("max_num_seqs", args.max_num_seqs, 1)
     return choices.choose(
         "max_num_seqs", min(DEFAULT_MAX_NUM_SEQS, budget), "each takes a token of a step"
-    )
-
-
-def _num_blocks(
-    args: EngineArgs,
-    ledger: MemoryLedger,
-    bytes_per_block: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    block_size: int,
-) -> int:
-    """Blocks of the pool, the null block not counted."""
-    if ledger.left <= 0:
-        raise MemoryBudgetError(
-            f"{format_bytes(ledger.available)} of memory are available, but the weights need"
-            f" {format_bytes(ledger.weights)}, a step {format_bytes(ledger.workspace)} and the"
-            f" process {format_bytes(ledger.reserve)}. Use a smaller model or dtype, or free"
-            f" {format_bytes(-ledger.left)}."
-        )
-    if args.num_kv_blocks is not None:
-        num_blocks = _at_least("num_kv_blocks", args.num_kv_blocks, 1)
-        setting = f"num_kv_blocks={num_blocks}"
-    elif args.kv_cache_memory_bytes is not None:
-        num_blocks = args.kv_cache_memory_bytes // bytes_per_block - 1
-        setting = f"kv_cache_memory_bytes={args.kv_cache_memory_bytes}"
-    else:
-        if not 0 < args.kv_cache_memory_fraction <= 1:
-            raise ConfigError(
-                f"kv_cache_memory_fraction={args.kv_cache_memory_fraction} must lie in (0, 1]."
-            )
-        share = int(ledger.left * args.kv_cache_memory_fraction)
-        useful = max_num_seqs * -(-max_model_len // block_size)
-        num_blocks = min(share // bytes_per_block - 1, useful)
-        setting = f"kv_cache_memory_fraction={args.kv_cache_memory_fraction}"
-    if num_blocks < 1:
-        raise MemoryBudgetError(
-            f"{setting} gives the KV cache no block: one takes {format_bytes(bytes_per_block)},"
-            f" and the null block one more. Give it at least {2 * bytes_per_block} bytes."
-        )
-    if (num_blocks + 1) * bytes_per_block > ledger.left:
-        raise MemoryBudgetError(
-            f"{setting} needs {format_bytes((num_blocks + 1) * bytes_per_block)} for the KV cache,"
-            f" but {format_bytes(ledger.left)} are left; the largest num_kv_blocks that fits is"
-            f" {max(ledger.left // bytes_per_block - 1, 0)}."
-        )
-    return num_blocks
-
-
-def _fit_model_len(
-    args: EngineArgs,
-    max_model_len: int,
-    num_blocks: int,
-    block_size: int,
-    bytes_per_block: int,
-    ledger: MemoryLedger,
-    choices: _Choices,
-) -> int:
-    """One request of the full length must fit the pool, or be made to (`max_model_len=-1`)."""
-    capacity = num_blocks * block_size
-    if max_model_len <= capacity:
-        return max_model_len
-    if args.max_model_len == -1:
-        return choices.choose("max_model_len", capacity, "what the KV cache holds")
-    needed = (-(-max_model_len // block_size) + 1) * bytes_per_block
-    raise MemoryBudgetError(
-        f"max_model_len={max_model_len} needs {format_bytes(needed)} of KV cache, but it has"
-        f" {format_bytes((num_blocks + 1) * bytes_per_block)} ({format_bytes(ledger.left)} are"
-        f" left beside the weights). The largest max_model_len that fits is {capacity}; -1 takes"
-        f" it. Or give the cache more with kv_cache_memory_bytes."
     )
 
 
@@ -328,9 +242,3 @@ def _scheduler(
         policy=args.scheduling_policy,
         max_steps_in_flight=2 if args.async_scheduling else 1,
     )
-
-
-def _at_least(name: str, value: int, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}.")
-    return value

@@ -1,0 +1,111 @@
+"""From settings to an engine. The only place that knows every part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from tokenmill.checkpoint.checkpoint import TokenizerData
+from tokenmill.checkpoint.names import resolve_model
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.engine_config import EngineConfig
+from tokenmill.config.machine import read_machine
+from tokenmill.config.memory import render
+from tokenmill.config.resolve import resolve
+from tokenmill.core.build import build_scheduler
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.generation_defaults import (
+    default_sampling_params,
+    end_token_ids,
+    generation_config,
+)
+from tokenmill.engine.input_processor import InputProcessor
+from tokenmill.engine.llm_engine import LLMEngine
+from tokenmill.engine.output_processor import OutputProcessor
+from tokenmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenmill.checkpoint.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage (`download`, `load`), bytes done, and bytes in all."""
+
+
+def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEngine:
+    """Find the model, settle the settings, load the weights, wire the parts.
+
+    The tokenizer is built in a second thread while torch is imported and weights are read.
+    """
+    progress = on_progress or _silent
+    path = resolve_model(
+        args.model, args.revision, on_progress=lambda done, total: progress("download", done, total)
+    )
+    checkpoint = open_checkpoint(path)
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
+        loading_tokenizer = pool.submit(_load_tokenizer, args, checkpoint)
+        config = resolve(
+            args,
+            path=str(path),
+            config=checkpoint.config,
+            tensor_shapes=checkpoint.tensor_shapes,
+            machine=read_machine(),
+        )
+        _log_choices(config)
+        core = _build_core(config, checkpoint, progress)
+        tokenizer = loading_tokenizer.result()
+    generation = generation_config(args, checkpoint.generation_config)
+    eos_token_ids = end_token_ids(
+        config.model.hf_config.get("eos_token_id"),
+        generation.get("eos_token_id"),
+        () if tokenizer is None else tokenizer.eos_token_ids,
+    )
+    return LLMEngine(
+        config=config,
+        tokenizer=tokenizer,
+        default_params=default_sampling_params(generation),
+        input_processor=InputProcessor(config, tokenizer, eos_token_ids),
+        core=core,
+        output_processor=OutputProcessor(tokenizer),
+    )
+
+
+def _build_core(config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> EngineCore:
+    """Workers, executor and scheduler. Here torch is imported for the first time."""
+    from tokenmill.executor.local import LocalExecutor
+    from tokenmill.worker.build import build_worker
+
+    worker = build_worker(config, checkpoint, lambda done, total: progress("load", done, total))
+    depth = config.scheduler.max_steps_in_flight
+    executor = LocalExecutor(worker, background=depth > 1)
+    scheduler = build_scheduler(config, worker.kv_cache_config)
+    return EngineCore(scheduler, executor, max_steps_in_flight=depth)
+
+
+def _load_tokenizer(args: EngineArgs, checkpoint: Checkpoint) -> Tokenizer | None:
+    if args.skip_tokenizer_init:
+        return None
+    if args.tokenizer is None:
+        return load_tokenizer(checkpoint.tokenizer_data)
+    path = resolve_model(args.tokenizer, args.revision)
+    if path.is_dir():
+        return load_tokenizer(TokenizerData(directory=path))
+    other = open_checkpoint(path)
+    try:
+        return load_tokenizer(other.tokenizer_data)
+    finally:
+        other.close()
+
+
+def _log_choices(config: EngineConfig) -> None:
+    for reason in config.reasons:
+        logger.info("%s=%s: %s", reason.setting, reason.value, reason.why)
+    logger.info("memory:\n%s", render(config.ledger))
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Report progress to nobody."""

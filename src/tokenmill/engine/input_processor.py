@@ -1,0 +1,222 @@
+"""Prompts and parameters to core requests: the last place where a user error may arise."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import time
+import uuid
+from dataclasses import dataclass
+
+from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.request import EngineCoreRequest
+from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
+from tokenmill.errors import ContextLengthExceededError, InvalidRequestError
+from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
+from tokenmill.tokenizer.tokenizer import Tokenizer
+
+_SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedInput:
+    """One user request, ready for the core: a core request for each of its `n` sequences."""
+
+    request_id: str
+    """The caller's id."""
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    children: list[EngineCoreRequest]
+
+
+class InputProcessor:
+    """Tokenizes, validates, fills in what the user left open."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._max_model_len = config.model.max_model_len
+        self._vocab_size = config.model.vocab_size
+        self._max_logprobs = config.max_logprobs
+        self._takes_priority = config.scheduler.policy == "priority"
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._seeds = random.Random(config.seed)
+        self._key_prefix = uuid.uuid4().hex[:8]
+        self._key_numbers = itertools.count()
+
+    def process(
+        self,
+        request_id: str,
+        prompt: object,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> ProcessedInput:
+        """Check one request and make its core requests.
+
+        Raises `InvalidRequestError`, or `ContextLengthExceededError` for a prompt that leaves no
+        room for a token.
+        """
+        parsed = parse_prompt(prompt)
+        self._check_params(params)
+        self._check_priority(priority)
+        token_ids = self._truncate(self._token_ids(parsed, params), params)
+        self._check_length(len(token_ids))
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & _SEED_MASK
+        arrived = time.monotonic() if arrival_time is None else arrival_time
+        return ProcessedInput(
+            request_id=request_id,
+            prompt=parsed.text,
+            prompt_token_ids=token_ids,
+            params=params,
+            children=[
+                self._core_request(
+                    token_ids, parsed, params, child_seed(seed, i), priority, arrived
+                )
+                for i in range(params.n)
+            ],
+        )
+
+    def _core_request(
+        self,
+        token_ids: list[int],
+        parsed: ParsedPrompt,
+        params: SamplingParams,
+        seed: int,
+        priority: int,
+        arrival_time: float,
+    ) -> EngineCoreRequest:
+        room = self._max_model_len - len(token_ids)
+        eos, *more_eos = self._eos_token_ids or (None,)
+        user_stops = params.stop_token_ids or []
+        if params.ignore_eos:
+            eos_token_id, stop_token_ids = None, user_stops
+        else:
+            eos_token_id, stop_token_ids = eos, list(dict.fromkeys([*user_stops, *more_eos]))
+        every_stop = [*self._eos_token_ids, *user_stops]
+        return EngineCoreRequest(
+            request_id=f"{self._key_prefix}-{next(self._key_numbers)}",
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            seed=seed,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            arrival_time=arrival_time,
+            eos_token_id=eos_token_id,
+            stop_token_ids=stop_token_ids,
+            min_tokens_mask_ids=list(dict.fromkeys(every_stop)) if params.min_tokens else [],
+            priority=priority,
+            cache_salt=parsed.cache_salt,
+        )
+
+    def _token_ids(self, parsed: ParsedPrompt, params: SamplingParams) -> list[int]:
+        """The prompt's ids, tokenized or checked."""
+        if parsed.token_ids is not None:
+            self._check_ids("prompt_token_ids", parsed.token_ids)
+            token_ids = parsed.token_ids
+        else:
+            assert parsed.text is not None
+            token_ids = self._encode(parsed.text, params)
+        if not token_ids:
+            raise InvalidRequestError(
+                "prompt has no tokens; give it at least one.", parameter="prompt"
+            )
+        return token_ids
+
+    def _encode(self, text: str, params: SamplingParams) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "prompt is text, but the engine has no tokenizer (skip_tokenizer_init);"
+                " give token ids as `prompt_token_ids`.",
+                parameter="prompt",
+            )
+        longest = self._max_model_len * self._tokenizer.max_token_chars
+        if len(text) > longest and params.truncate_prompt_tokens is None:
+            # Certainly too long; refused before time is spent on tokenizing megabytes.
+            raise ContextLengthExceededError(
+                f"prompt has {len(text)} characters, more than {self._max_model_len} tokens"
+                f" (max_model_len) can hold; shorten it, or set truncate_prompt_tokens.",
+                parameter="prompt",
+            )
+        return self._tokenizer.encode(text)
+
+    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The last `truncate_prompt_tokens` ids."""
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return token_ids
+        if keep == -1:
+            keep = max(self._max_model_len - (params.max_tokens or 1), 1)
+        return token_ids[-keep:]
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens >= self._max_model_len:
+            raise ContextLengthExceededError(
+                f"prompt has {num_tokens} tokens, but max_model_len={self._max_model_len} must hold"
+                f" the prompt and at least one new token; shorten it to {self._max_model_len - 1}"
+                f" tokens, or set truncate_prompt_tokens.",
+                parameter="prompt",
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(name, getattr(params, name))
+        if params.stop_token_ids:
+            self._check_ids("stop_token_ids", params.stop_token_ids)
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequestError(
+                "stop needs a tokenizer, and the engine has none (skip_tokenizer_init);"
+                " use stop_token_ids.",
+                parameter="stop",
+            )
+
+    def _check_logprobs(self, name: str, value: int | None) -> None:
+        limit = self._max_logprobs
+        if value is None or limit == ALL_LOGPROBS or 0 <= value <= limit:
+            return
+        shown = "the whole vocabulary" if value == ALL_LOGPROBS else str(value)
+        raise InvalidRequestError(
+            f"{name}={value} asks for {shown}, but this engine gives at most {limit} per token"
+            f" (max_logprobs); ask for less, or start it with a larger max_logprobs.",
+            parameter=name,
+        )
+
+    def _check_priority(self, priority: int) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(
+                f"priority={priority!r} must be an integer; smaller is earlier.",
+                parameter="priority",
+            )
+        if priority and not self._takes_priority:
+            raise InvalidRequestError(
+                f"priority={priority} needs scheduling_policy='priority'; this engine runs 'fcfs'.",
+                parameter="priority",
+            )
+
+    def _check_ids(self, name: str, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidRequestError(
+                    f"{name} holds {token_id!r}; every token id must be an integer.",
+                    parameter=name,
+                )
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{name} holds {token_id}; token ids of this model lie between 0 and"
+                    f" {self._vocab_size - 1}.",
+                    parameter=name,
+                )
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of sequence `index` of a request: the first keeps `seed`, the others get a hash."""
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

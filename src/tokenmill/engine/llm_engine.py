@@ -1,0 +1,118 @@
+"""The engine in the caller's process, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.input_processor import InputProcessor
+from tokenmill.engine.interrupts import interrupts_deferred
+from tokenmill.engine.output_processor import OutputProcessor
+from tokenmill.errors import EngineDeadError
+from tokenmill.outputs import RequestOutput
+from tokenmill.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.config.engine_args import EngineArgs
+    from tokenmill.config.engine_config import EngineConfig
+    from tokenmill.engine.build import Progress
+    from tokenmill.tokenizer.tokenizer import Tokenizer
+
+
+class LLMEngine:
+    """Takes requests, makes steps, gives outputs.
+
+        engine = LLMEngine.from_args(EngineArgs(model="smollm2-135m"))
+        engine.add_request("0", "Once upon a time", SamplingParams(max_tokens=20))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                ...
+
+    Not thread-safe: one caller steps it. `build.py` makes one from settings.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        default_params: SamplingParams,
+        input_processor: InputProcessor,
+        core: EngineCore,
+        output_processor: OutputProcessor,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.default_params = default_params
+        self._input_processor = input_processor
+        self._core = core
+        self._output_processor = output_processor
+        self._undelivered: list[RequestOutput] = []
+        self._closed = False
+
+    @classmethod
+    def from_args(cls, args: EngineArgs, on_progress: Progress | None = None) -> LLMEngine:
+        """Build an engine. Raises `ModelNotFoundError`, `CheckpointError` or `ConfigError`."""
+        from tokenmill.engine.build import build_engine
+
+        return build_engine(args, on_progress)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: object,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request; the same id may be used more than once.
+
+        `prompt` has one of the forms of `prompts.py`. Without `params` the model's defaults apply.
+        Raises `InvalidRequestError` before anything is queued.
+        """
+        self._check_open()
+        source = self._input_processor.process(
+            request_id,
+            prompt,
+            self.default_params if params is None else params,
+            priority=priority,
+            arrival_time=arrival_time,
+        )
+        for child in source.children:
+            self._core.add_request(child)
+        self._output_processor.add_request(source)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step and return what it brought. Ctrl-C takes effect after it."""
+        self._check_open()
+        with interrupts_deferred():
+            outputs, stopped = self._output_processor.process_outputs(self._core.step())
+            self._core.abort_requests(stopped)
+            self._undelivered += outputs
+        delivered, self._undelivered = self._undelivered, []
+        return delivered
+
+    def abort_request(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """End these requests now; their last outputs, with reason `abort`. Unknown ids are fine."""
+        outputs, core_ids = self._output_processor.abort(request_ids)
+        self._core.abort_requests(core_ids)
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._undelivered) or self._output_processor.num_unfinished > 0
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False if requests are running, then nothing changes."""
+        return self._core.scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End the engine and free what it holds; may be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._core.shutdown()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("This engine was closed; build a new one.")

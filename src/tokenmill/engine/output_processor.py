@@ -1,0 +1,202 @@
+"""Core outputs to request outputs: text, stop strings, log-probabilities, the `n` sequences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tokenmill.contracts.request import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+from tokenmill.engine.detokenizer import Detokenizer, make_detokenizer
+from tokenmill.engine.input_processor import ProcessedInput
+from tokenmill.engine.logprobs import LogprobsProcessor
+from tokenmill.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tokenmill.sampling_params import RequestOutputKind
+from tokenmill.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class _UserRequest:
+    """What the user sent: one prompt, `n` sequences."""
+
+    source: ProcessedInput
+    unfinished: set[str]
+    """Core ids of the sequences that still run."""
+    sequences: list[_Sequence] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return not self.unfinished
+
+
+class _Sequence:
+    """One sequence: its text so far, and how much of it the user has."""
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        index: int,
+        user: _UserRequest,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        params = user.source.params
+        self.core_id = request.request_id
+        self.index = index
+        self.user = user
+        self.kind = params.output_kind
+        self.detokenizer: Detokenizer = make_detokenizer(
+            tokenizer, request.prompt_token_ids, params
+        )
+        self.logprobs = LogprobsProcessor(tokenizer, params.logprobs, params.prompt_logprobs)
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self._num_tokens_sent = 0
+        self._prompt_logprobs_sent = False
+
+    def update(self, output: EngineCoreOutput) -> bool:
+        """Take in one step's output; True if a stop string ended the sequence before the core
+        knew.
+        """
+        now = time.monotonic()
+        if output.new_token_ids:
+            self.metrics.first_token_time = self.metrics.first_token_time or now
+            self.metrics.last_token_time = now
+        self.metrics.first_scheduled_time = output.first_scheduled_time
+        self.metrics.num_preemptions = output.num_preemptions
+        self.num_cached_tokens = output.num_cached_tokens
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+        self.error = output.error
+        stop_string = self.detokenizer.update(
+            output.new_token_ids, stop_token=output.finish_reason is FinishReason.STOP
+        )
+        if output.prompt_logprobs is not None:
+            self.logprobs.set_prompt(output.prompt_logprobs, self.user.source.prompt_token_ids)
+        if output.new_logprobs is not None:
+            kept = len(self.detokenizer.token_ids) - len(self.logprobs.positions or ())
+            self.logprobs.update(output.new_logprobs[:kept], self.detokenizer.token_ids)
+        if stop_string is None:
+            return False
+        stopped_early = self.finish_reason is None
+        self.finish_reason, self.stop_reason = FinishReason.STOP, stop_string
+        return stopped_early
+
+    def snapshot(self) -> CompletionOutput:
+        """This sequence as the user is to see it now."""
+        delta = self.kind is RequestOutputKind.DELTA
+        token_ids = self.detokenizer.token_ids
+        first = self._num_tokens_sent if delta else 0
+        self._num_tokens_sent = len(token_ids)
+        positions = self.logprobs.positions
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.next_text(finished=self.finish_reason is not None, delta=delta),
+            token_ids=token_ids[first:],
+            cumulative_logprob=self.logprobs.cumulative_logprob,
+            logprobs=None if positions is None else positions[first:],
+            finish_reason=None if self.finish_reason is None else str(self.finish_reason),
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
+
+    def has_news(self) -> bool:
+        """Whether there is anything to tell since the last snapshot."""
+        return len(self.detokenizer.token_ids) > self._num_tokens_sent
+
+    def prompt_logprobs_news(self) -> bool:
+        """Whether the prompt's log-probabilities are due: always, but in deltas only once."""
+        due = self.kind is not RequestOutputKind.DELTA or not self._prompt_logprobs_sent
+        self._prompt_logprobs_sent = True
+        return due
+
+
+class OutputProcessor:
+    """Keeps the state of every request that the user still waits for."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._sequences: dict[str, _Sequence] = {}
+        self._by_user_id: dict[str, list[_UserRequest]] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that still run."""
+        return len(self._sequences)
+
+    def add_request(self, source: ProcessedInput) -> None:
+        """Expect outputs for every sequence of a request."""
+        user = _UserRequest(source, {child.request_id for child in source.children})
+        for index, child in enumerate(source.children):
+            sequence = _Sequence(child, index, user, self._tokenizer)
+            user.sequences.append(sequence)
+            self._sequences[child.request_id] = sequence
+        self._by_user_id.setdefault(source.request_id, []).append(user)
+
+    def process_outputs(self, outputs: EngineCoreOutputs) -> tuple[list[RequestOutput], list[str]]:
+        """One step's outputs for the users, and the core ids that a stop string has ended."""
+        results: list[RequestOutput] = []
+        stopped: list[str] = []
+        for output in outputs.outputs:
+            sequence = self._sequences.get(output.request_id)
+            if sequence is None:  # aborted meanwhile
+                continue
+            if sequence.update(output):
+                stopped.append(output.request_id)
+            results += self._results_of(sequence)
+        return results, stopped
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
+        """Forget the users' requests of these ids: their last outputs, and their core ids."""
+        results: list[RequestOutput] = []
+        core_ids: list[str] = []
+        for request_id in request_ids:
+            for user in self._by_user_id.get(request_id, [])[:]:
+                running = [s for s in user.sequences if s.core_id in user.unfinished]
+                core_ids += [sequence.core_id for sequence in running]
+                for sequence in running:
+                    sequence.finish_reason = FinishReason.ABORT
+                    results += self._results_of(sequence)
+        return results, core_ids
+
+    def _results_of(self, sequence: _Sequence) -> list[RequestOutput]:
+        """What the user gets to see after `sequence` has changed."""
+        user = sequence.user
+        if sequence.finish_reason is not None:
+            user.unfinished.discard(sequence.core_id)
+            del self._sequences[sequence.core_id]
+            if user.finished:
+                self._forget(user)
+        if sequence.kind is RequestOutputKind.FINAL_ONLY:
+            return [self._request_output(user, user.sequences)] if user.finished else []
+        if sequence.finish_reason is None and not sequence.has_news():
+            return []
+        return [self._request_output(user, [sequence])]
+
+    def _request_output(self, user: _UserRequest, shown: list[_Sequence]) -> RequestOutput:
+        first = user.sequences[0]
+        return RequestOutput(
+            request_id=user.source.request_id,
+            prompt=user.source.prompt,
+            prompt_token_ids=user.source.prompt_token_ids,
+            outputs=[sequence.snapshot() for sequence in shown],
+            finished=user.finished,
+            prompt_logprobs=(
+                shown[0].logprobs.prompt_positions if shown[0].prompt_logprobs_news() else None
+            ),
+            num_cached_tokens=first.num_cached_tokens,
+            metrics=shown[0].metrics,
+        )
+
+    def _forget(self, user: _UserRequest) -> None:
+        same_id = self._by_user_id[user.source.request_id]
+        same_id.remove(user)
+        if not same_id:
+            del self._by_user_id[user.source.request_id]

@@ -1,0 +1,87 @@
+"""The forms in which a prompt may come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict
+
+from tokenmill.errors import InvalidRequestError, did_you_mean
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    """The text that the ids came from, shown in the output."""
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPrompt:
+    """Any of the forms, taken apart. Either text or ids are there."""
+
+    text: str | None
+    token_ids: list[int] | None
+    cache_salt: str | None = None
+
+
+def parse_prompt(prompt: Any) -> ParsedPrompt:
+    """Take a prompt apart. Raises `InvalidRequestError` for anything but the forms above."""
+    if isinstance(prompt, str):
+        return ParsedPrompt(prompt, None)
+    if isinstance(prompt, Mapping):
+        return _parse_mapping(prompt)
+    if isinstance(prompt, list | tuple):
+        return ParsedPrompt(None, list(prompt))
+    raise InvalidRequestError(
+        f"prompt is a {type(prompt).__name__}; it must be a string, a list of token ids, or a dict"
+        f" with `prompt` or `prompt_token_ids`.",
+        parameter="prompt",
+    )
+
+
+def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
+    for key in prompt:
+        if key not in _KEYS:
+            raise InvalidRequestError(
+                f"prompt has an unknown key {key!r}.{did_you_mean(str(key), _KEYS)}"
+                f" It takes: {', '.join(_KEYS)}.",
+                parameter="prompt",
+            )
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise InvalidRequestError(
+            f"prompt['prompt'] is a {type(text).__name__}; it must be a string."
+            " Give token ids as `prompt_token_ids`.",
+            parameter="prompt",
+        )
+    if token_ids is not None and not isinstance(token_ids, list | tuple):
+        raise InvalidRequestError(
+            f"prompt_token_ids is a {type(token_ids).__name__}; it must be a list of integers.",
+            parameter="prompt_token_ids",
+        )
+    if text is None and token_ids is None:
+        raise InvalidRequestError(
+            "prompt has neither `prompt` nor `prompt_token_ids`.", parameter="prompt"
+        )
+    salt = prompt.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise InvalidRequestError(
+            f"cache_salt={salt!r} must be a non-empty string; leave it out to share the cache.",
+            parameter="cache_salt",
+        )
+    return ParsedPrompt(text, None if token_ids is None else list(token_ids), salt)

@@ -1,0 +1,221 @@
+"""Offline use: prompts in, texts out."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.engine.build import Progress
+from tokenmill.engine.llm_engine import LLMEngine
+from tokenmill.engine.prompts import Prompt, TokensPrompt
+from tokenmill.entrypoints.chat.render import render_chat
+from tokenmill.entrypoints.progress import request_progress
+from tokenmill.errors import InvalidRequestError, refuse_unknown
+from tokenmill.outputs import RequestOutput
+from tokenmill.sampling_params import RequestOutputKind, SamplingParams
+
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}` as in the OpenAI protocol."""
+
+
+class LLM:
+    """A model, loaded and ready.
+
+        with LLM("smollm2-135m") as llm:
+            for output in llm.generate(["The sky is", "One, two,"], SamplingParams(max_tokens=8)):
+                print(output.outputs[0].text)
+
+    Keyword arguments are the settings of `EngineArgs`. `on_progress(stage, done, total)` is called
+    with bytes while the model is fetched and loaded. Calls from several threads take turns.
+
+    Raises `ModelNotFoundError`, `CheckpointError`, `ConfigError`, or `UnknownArgumentError` with
+    the nearest name.
+    """
+
+    def __init__(
+        self,
+        model: str = EngineArgs.model,
+        *,
+        on_progress: Progress | None = None,
+        **engine_args: Any,
+    ) -> None:
+        refuse_unknown("LLM", engine_args, [field.name for field in fields(EngineArgs)])
+        args = EngineArgs(model=model, **engine_args)
+        self._chat_template = args.chat_template
+        self.llm_engine = LLMEngine.from_args(args, on_progress)
+        self._request_ids = itertools.count()
+        self._turn = threading.Lock()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; outputs come in the order of the prompts.
+
+        A prompt is a string, a list of token ids, or a dict (`engine/prompts.py`). Parameters are
+        one for all prompts or one for each; None takes the model's defaults. `use_tqdm` shows a
+        progress bar on a terminal. `priority` holds a number for each prompt.
+
+        A prompt that is refused (`InvalidRequestError`) stops the call before anything runs. A
+        request that fails while it runs has `finish_reason` `error`; the others go on. Ctrl-C
+        aborts the requests of this call and leaves the engine usable.
+        """
+        prompt_list = _as_prompts(prompts)
+        params_list = self._as_params(sampling_params, len(prompt_list))
+        priorities = [0] * len(prompt_list) if priority is None else list(priority)
+        if len(priorities) != len(prompt_list):
+            raise InvalidRequestError(
+                f"priority has {len(priorities)} entries for {len(prompt_list)} prompts;"
+                f" give one for each.",
+                parameter="priority",
+            )
+        with self._turn:
+            return self._run(prompt_list, params_list, priorities, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list of them.
+
+        Raises `ChatTemplateError` if the model has no chat template or it refuses the messages.
+        """
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if one or not messages else messages
+        prompts = [
+            self.chat_prompt(
+                conversation,  # type: ignore[arg-type]
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> TokensPrompt:
+        """The prompt that a conversation amounts to."""
+        tokenizer = self.llm_engine.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "chat needs a tokenizer, and the engine has none (skip_tokenizer_init).",
+                parameter="messages",
+            )
+        rendered = render_chat(
+            tokenizer,
+            messages,
+            chat_template=chat_template or self._chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return TokensPrompt(prompt=rendered.text, prompt_token_ids=rendered.token_ids)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses where no parameters are given: the model's own defaults."""
+        return self.llm_engine.default_params
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        return self.llm_engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free the model and the KV cache; the object cannot be used any more."""
+        self.llm_engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _as_params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * num_prompts
+        params = list(given)
+        if len(params) != num_prompts:
+            raise InvalidRequestError(
+                f"sampling_params has {len(params)} entries for {num_prompts} prompts;"
+                f" give one, or one for each prompt.",
+                parameter="sampling_params",
+            )
+        return params
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params_list: list[SamplingParams],
+        priorities: list[int],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Queue all, step until all are done. Whatever happens, none of them stays behind."""
+        request_ids = [f"generate-{next(self._request_ids)}" for _ in prompts]
+        finished: dict[str, RequestOutput] = {}
+        try:
+            for request_id, prompt, params, priority in zip(
+                request_ids, prompts, params_list, priorities, strict=True
+            ):
+                self.llm_engine.add_request(
+                    request_id, prompt, _final_only(params), priority=priority
+                )
+            with request_progress(len(prompts), shown=use_tqdm) as advance:
+                while len(finished) < len(prompts):
+                    for output in self.llm_engine.step():
+                        finished[output.request_id] = output
+                        advance(output)
+        finally:
+            self.llm_engine.abort_request([i for i in request_ids if i not in finished])
+        return [finished[request_id] for request_id in request_ids]
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling_params holds a {type(params).__name__}; it must be SamplingParams.",
+            parameter="sampling_params",
+        )
+    return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """A single prompt in any form, or a sequence of prompts, as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]  # type: ignore[list-item]
+    prompt_list = list(prompts)
+    if not prompt_list:
+        raise InvalidRequestError("prompts is empty; give at least one.", parameter="prompts")
+    if isinstance(prompt_list[0], int):
+        return [prompt_list]
+    return prompt_list

@@ -1,0 +1,216 @@
+"""Settings: what is chosen, why, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.engine_config import EngineConfig
+from tokenmill.config.machine import Machine
+from tokenmill.config.memory import render
+from tokenmill.config.parameters import read_parameters, rope_parameters
+from tokenmill.config.resolve import resolve
+from tokenmill.errors import ConfigError, MemoryBudgetError
+
+GIB = 1 << 30
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+}
+SHAPES = {"embed": (1000, 64), "layers": (500, 1000)}
+KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, head size, bf16
+
+
+def machine(*, cpus: int = 2, available: int = 4 * GIB) -> Machine:
+    return Machine(num_cpus=cpus, total_memory=24 * GIB, available_memory=available)
+
+
+def resolved(
+    config: dict[str, Any] | None = None, on: Machine | None = None, **settings: Any
+) -> EngineConfig:
+    return resolve(
+        EngineArgs(**settings),
+        path="model",
+        config=CONFIG if config is None else config,
+        tensor_shapes=SHAPES,
+        machine=on or machine(),
+    )
+
+
+def test_everything_left_open_is_settled_with_a_reason() -> None:
+    config = resolved()
+    assert config.model.dtype == "bfloat16"
+    assert config.model.max_model_len == 2048
+    assert config.model.vocab_size == 1000
+    assert config.num_threads == 2
+    reasons = {reason.setting: reason.value for reason in config.reasons}
+    assert reasons["dtype"] == "bfloat16"
+    assert reasons["max_model_len"] == "2048"
+    assert reasons["max_num_batched_tokens"] == str(config.scheduler.max_num_batched_tokens)
+    assert {"block_size", "num_threads", "max_num_seqs"} <= set(reasons)
+
+
+def test_a_setting_that_was_made_has_no_reason() -> None:
+    config = resolved(dtype="float32", block_size=16, max_model_len=128, max_num_seqs=4)
+    assert (config.model.dtype, config.cache.block_size) == ("float32", 16)
+    assert not {"dtype", "block_size", "max_model_len", "max_num_seqs"} & {
+        reason.setting for reason in config.reasons
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [("bf16", "bfloat16"), ("half", "float16"), ("fp32", "float32"), ("float16", "float16")],
+)
+def test_dtype_names(name: str, canonical: str) -> None:
+    assert resolved(dtype=name).model.dtype == canonical
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"dtype": "bfloat17"}, "Did you mean 'bfloat16'"),
+        ({"block_size": 24}, "the nearest is 32"),
+        ({"block_size": 512}, "the nearest is 256"),
+        ({"max_model_len": 4096}, "context length, 2048"),
+        ({"max_model_len": 1}, "between 2 and"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "raise it to 64"),
+        ({"max_num_batched_tokens": 100, "enable_chunked_prefill": False}, "raise it to 2048"),
+        ({"scheduling_policy": "prioriti"}, "Did you mean 'priority'"),
+        ({"long_prefill_token_threshold": 5000}, "between 0"),
+        ({"kv_cache_memory_fraction": 0.0}, r"lie in \(0, 1\]"),
+        ({"num_threads": 0}, "num_threads=0"),
+        ({"max_logprobs": -2}, "max_logprobs=-2"),
+        ({"hf_overrides": {"num_hidden_layers": 0}}, "num_hidden_layers is 0"),
+        ({"hf_overrides": {"rope_scaling": "{no json"}}, "not valid JSON"),
+        ({"hf_overrides": {"architectures": None}}, "architectures"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        resolved(**settings)
+
+
+def test_b036_kv_pool_comes_from_what_is_left() -> None:
+    small = resolved(on=machine(available=GIB), max_num_seqs=512)
+    large = resolved(on=machine(available=3 * GIB), max_num_seqs=512)
+    assert small.cache.num_blocks < large.cache.num_blocks
+    for config in (small, large):
+        ledger = config.ledger
+        assert ledger.kv_pool == config.cache.num_blocks * 32 * KV_BYTES_PER_TOKEN
+        assert ledger.kv_pool <= (ledger.left + ledger.kv_pool) / 2
+        assert ledger.kv_tokens == (config.cache.num_blocks - 1) * 32
+
+
+def test_b036_explicit_sizes_are_respected() -> None:
+    assert resolved(num_kv_blocks=100).cache.num_blocks == 101
+    in_bytes = resolved(kv_cache_memory_bytes=101 * 32 * KV_BYTES_PER_TOKEN)
+    assert in_bytes.cache.num_blocks == 101
+
+
+def test_the_pool_is_no_larger_than_useful() -> None:
+    config = resolved(max_num_seqs=2, max_model_len=64)
+    assert config.cache.num_blocks == 2 * 2 + 1
+
+
+def test_b036_a_request_that_cannot_fit_is_an_error_with_three_numbers() -> None:
+    with pytest.raises(MemoryBudgetError) as caught:
+        resolved(num_kv_blocks=10)
+    message = str(caught.value)
+    assert "max_model_len=2048" in message
+    assert "fits is 320" in message
+    assert message.count("MiB") + message.count("GiB") == 3
+
+
+def test_b036_minus_one_takes_what_fits() -> None:
+    assert resolved(num_kv_blocks=10, max_model_len=-1).model.max_model_len == 320
+    assert resolved(max_model_len=-1).model.max_model_len == 2048
+
+
+def test_b036_weights_that_do_not_fit() -> None:
+    with pytest.raises(MemoryBudgetError, match="weights need"):
+        resolved(on=machine(available=100 << 20))
+
+
+def test_a_pool_that_does_not_fit() -> None:
+    with pytest.raises(MemoryBudgetError, match="largest num_kv_blocks that fits is"):
+        resolved(num_kv_blocks=10_000_000)
+    with pytest.raises(MemoryBudgetError, match="no block"):
+        resolved(kv_cache_memory_bytes=10)
+
+
+def test_b037_more_threads_than_processors_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert resolved(num_threads=8, on=machine(cpus=1)).num_threads == 1
+    assert "num_threads=8" in caplog.text
+
+
+def test_more_running_requests_than_the_default_budget_raise_it() -> None:
+    config = resolved(
+        config=CONFIG | {"hidden_size": 8192, "num_attention_heads": 4}, max_num_seqs=100
+    )
+    assert config.scheduler.max_num_batched_tokens >= 100
+
+
+def test_without_chunking_a_step_holds_the_longest_prompt() -> None:
+    config = resolved(enable_chunked_prefill=False)
+    assert config.scheduler.max_num_batched_tokens >= 2048
+
+
+def test_overrides_take_json_text() -> None:
+    config = resolved(hf_overrides={"rope_scaling": '{"type": "linear", "factor": 2.0}'})
+    assert config.model.max_model_len == 4096
+    assert config.model.hf_config["rope_scaling"] == {"type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, 8192),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, 2048),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4,
+                    "original_max_position_embeddings": 1024,
+                }
+            },
+            4096,
+        ),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 2048),
+        ({"rope_scaling": None}, 2048),
+    ],
+)
+def test_b109_context_length_with_rope_scaling(rope: dict[str, Any], length: int) -> None:
+    assert read_parameters(CONFIG | rope).max_context == length
+
+
+def test_b109_rope_settings_have_one_set_of_names() -> None:
+    old = rope_parameters({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}})
+    new = rope_parameters(
+        {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}}
+    )
+    assert old == new == {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}
+    assert rope_parameters({}) == {"rope_type": "default", "rope_theta": 10_000.0}
+    with pytest.raises(ConfigError, match="rope_scaling"):
+        rope_parameters({"rope_scaling": [1]})
+
+
+def test_the_ledger_adds_up_and_shows_its_lines() -> None:
+    ledger = resolved().ledger
+    parts = ledger.weights + ledger.workspace + ledger.reserve + ledger.kv_pool + ledger.left
+    assert parts == ledger.available
+    text = render(ledger)
+    for line in ("available", "weights", "workspace", "reserve", "KV pool", "left", "tokens"):
+        assert line in text

@@ -1,0 +1,138 @@
+"""Validation of `SamplingParams`: value by value, before anything is queued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tokenmill.errors import InvalidRequestError, UnknownArgumentError
+from tokenmill.sampling_params import (
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RequestOutputKind,
+    SamplingParams,
+)
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 0),
+        ("n", 10**9),
+        ("n", 1.5),
+        ("n", True),
+        ("temperature", -1),
+        ("temperature", 2.1),
+        ("temperature", NAN),
+        ("temperature", INF),
+        ("temperature", "1"),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_p", NAN),
+        ("top_k", -2),
+        ("top_k", 1.0),
+        ("min_p", 1.1),
+        ("min_p", -0.1),
+        ("seed", "1"),
+        ("seed", 2**64),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", [1]),
+        ("stop", 5),
+        ("stop", ["x"] * (MAX_STOP_STRINGS + 1)),
+        ("stop", "x" * (MAX_STOP_LENGTH + 1)),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", 7),
+        ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
+        ("ignore_eos", 1),
+        ("max_tokens", 0),
+        ("max_tokens", 10**12),
+        ("max_tokens", "16"),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("logprobs", -2),
+        ("logprobs", 2.0),
+        ("prompt_logprobs", -2),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
+        ("output_kind", 9),
+        ("detokenize", None),
+    ],
+)
+def test_b015_b127_bad_values_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{name}=") as caught:
+        SamplingParams(**{name: value})
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.parameter == name
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "normal"),
+    [
+        ("top_k", -1, 0),
+        ("top_k", 10**9, 10**9),
+        ("min_p", 1, 1.0),
+        ("seed", -1, None),
+        ("stop", "end", ["end"]),
+        ("stop", [], None),
+        ("stop", None, None),
+        ("stop", ("a", "b"), ["a", "b"]),
+        ("stop_token_ids", [5, 3, 5], [5, 3]),
+        ("stop_token_ids", [], None),
+        ("logprobs", True, 1),
+        ("logprobs", False, None),
+        ("logprobs", -1, -1),
+        ("max_tokens", None, None),
+        ("truncate_prompt_tokens", -1, -1),
+        ("output_kind", 1, RequestOutputKind.DELTA),
+        ("temperature", 1, 1.0),
+        ("temperature", 1e-3, 0.01),
+    ],
+)
+def test_b006_b015_values_have_one_form(name: str, value: Any, normal: Any) -> None:
+    assert getattr(SamplingParams(**{name: value}), name) == normal
+
+
+def test_b013_tiny_temperatures_are_greedy() -> None:
+    params = SamplingParams(temperature=1e-8, top_p=1e-4, top_k=3, min_p=0.5)
+    assert params.greedy
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
+    assert not SamplingParams(temperature=1e-2).greedy
+
+
+def test_rules_between_fields() -> None:
+    with pytest.raises(InvalidRequestError, match="n=2: must be 1 for greedy"):
+        SamplingParams(n=2, temperature=0)
+    with pytest.raises(InvalidRequestError, match="min_tokens=20: must not exceed max_tokens"):
+        SamplingParams(min_tokens=20, max_tokens=10)
+    with pytest.raises(InvalidRequestError, match="needs detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+    assert SamplingParams(min_tokens=20, max_tokens=None).min_tokens == 20
+
+
+def test_an_unknown_keyword_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UnknownArgumentError, match="Did you mean 'temperature'") as caught:
+        SamplingParams(temprature=1.0)
+    assert isinstance(caught.value, TypeError | ValueError)
+
+
+def test_they_are_frozen_and_change_by_replacing() -> None:
+    params = SamplingParams(temperature=0.5)
+    with pytest.raises(AttributeError):
+        params.temperature = 1.0  # type: ignore[misc]
+    assert params.replace(top_p=0.5).top_p == 0.5
+    with pytest.raises(InvalidRequestError, match="top_p"):
+        params.replace(top_p=3)
+
+
+def test_they_travel_unchanged() -> None:
+    params = SamplingParams(n=2, stop=["a"], logprobs=3, output_kind=RequestOutputKind.DELTA)
+    wire = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(wire, type=SamplingParams) == params
+    assert len(wire) < 50  # defaults are left out
