@@ -8,7 +8,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from tokenmill import __version__
+import tokenmill
 from tokenmill.config.machine import read_machine
 from tokenmill.observe.environment import VARIABLES
 
@@ -40,7 +40,7 @@ def facts() -> dict[str, str]:
         name: os.environ[name] for name in (*VARIABLES, *OTHER_VARIABLES) if name in os.environ
     }
     return {
-        "tokenmill": __version__,
+        "tokenmill": tokenmill.__version__,
         "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})",
         "system": platform.platform(),
         **versions,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Parameter
 
-from tokenmill import __version__
+import tokenmill
 from tokenmill.entrypoints.cli.session import BuildLLM, build_llm
 from tokenmill.errors import ConfigError, InvalidRequestError, TokenmillError
 from tokenmill.observe.environment import wants_tracebacks
@@ -25,7 +25,7 @@ EXIT_INTERRUPTED = 130
 app = App(
     name="tokenmill",
     help="An engine for LLM inference and serving.",
-    version=f"tokenmill {__version__}",
+    version=f"tokenmill {tokenmill.__version__}",
     help_format="plaintext",  # rendering Markdown would double the time of --help
     default_parameter=Parameter(negative_iterable=()),
 )

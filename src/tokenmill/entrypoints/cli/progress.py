@@ -22,11 +22,9 @@ def loading_progress(console: Console, *, shown: bool) -> Iterator[OnProgress]:
     """
     if not shown:
         yield lambda stage, done, total: None
-    elif console.is_terminal:
-        with _bars(console) as on_progress:
-            yield on_progress
-    else:
-        yield _line_per_stage(console)
+        return
+    with (_bars if console.is_terminal else _lines)(console) as on_progress:
+        yield on_progress
 
 
 @contextmanager
@@ -58,15 +56,21 @@ def _bars(console: Console) -> Iterator[OnProgress]:
         yield on_progress
 
 
-def _line_per_stage(console: Console) -> OnProgress:
-    started: dict[str, float] = {}
-    finished: set[str] = set()
+@contextmanager
+def _lines(console: Console) -> Iterator[OnProgress]:
+    stage, started, num_bytes = "", 0.0, 0
 
-    def on_progress(stage: str, done: int, total: int) -> None:
-        started.setdefault(stage, time.monotonic())
-        if done >= total and stage not in finished:
-            finished.add(stage)
-            seconds = time.monotonic() - started[stage]
-            console.print(f"{stage}: {total / 1e6:.1f} MB in {seconds:.1f} s")
+    def finish() -> None:
+        if stage:
+            seconds = time.monotonic() - started
+            console.print(f"{stage}: {num_bytes / 1e6:.1f} MB in {seconds:.1f} s")
 
-    return on_progress
+    def on_progress(new_stage: str, done: int, total: int) -> None:
+        nonlocal stage, started, num_bytes
+        if new_stage != stage:
+            finish()
+            stage, started = new_stage, time.monotonic()
+        num_bytes = done
+
+    yield on_progress
+    finish()
