@@ -27,6 +27,7 @@ HELP = [
 ]
 HEAVY = {"torch", "numpy", "huggingface_hub", "transformers", "tokenizers"}
 BUDGET_SECONDS = 0.3
+REFERENCE_SECONDS = 0.11
 
 
 def help_of(*command, monkeypatch):
@@ -47,22 +48,29 @@ def test_help_loads_nothing_heavy(arguments):
     assert not HEAVY & set(done.stdout.split("MODULES")[1].split())
 
 
+def processor_seconds(*arguments):
+    """Of one Python process: other programs disturb that less than time on the clock."""
+    before = os.times()
+    subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
+    after = os.times()
+    user = after.children_user - before.children_user
+    return user + after.children_system - before.children_system
+
+
 @pytest.mark.parametrize("arguments", HELP, ids=" ".join)
 def test_help_answers_within_its_budget(arguments):
-    """Seconds of processor time, the best of several runs: other programs disturb that less than
-    time on the clock, and one process can hardly take less on the clock than that."""
+    """The best of several runs counts. Where importing the libraries alone takes longer than
+    `REFERENCE_SECONDS`, the machine is slow or busy, and the budget grows in proportion."""
     code = "from tokenmill.entrypoints.cli.main import main; main()"
-    best = BUDGET_SECONDS
+    best = reference = float("inf")
     for _ in range(10):
-        before = os.times()
-        subprocess.run([sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL)
-        after = os.times()
-        seconds = after.children_user - before.children_user
-        seconds += after.children_system - before.children_system
-        best = min(best, seconds)
+        reference = min(
+            reference, processor_seconds("-c", "import cyclopts, rich.console, rich.table")
+        )
+        best = min(best, processor_seconds("-c", code, *arguments))
         if best < BUDGET_SECONDS:
-            break
-    assert best < BUDGET_SECONDS
+            return
+    assert best < BUDGET_SECONDS * max(1.0, reference / REFERENCE_SECONDS)
 
 
 def test_version():
