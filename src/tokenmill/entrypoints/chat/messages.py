@@ -1,0 +1,153 @@
+"""Messages as clients send them, checked and brought into one form.
+
+What means the same reads the same afterwards: `content` is always a string (parts of text are
+joined by line breaks; null, missing and empty are `""`), tool arguments are always objects, absent
+tool calls are always absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenmill.entrypoints.chat.templates import ChatTemplate
+from tokenmill.errors import InvalidRequestError
+
+Message = Mapping[str, Any]
+"""`role`, `content`, and for some roles `tool_calls`, `tool_call_id`, `name`, ..."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MAX_DEPTH = 64
+
+
+def normalise_messages(messages: Any, template: ChatTemplate) -> list[dict[str, Any]]:
+    """A copy of the conversation in its one form, as plain data.
+
+    The `developer` role becomes `system` if the template does not know it. Other roles than the
+    usual ones are taken if the template names them.
+
+    Raises `InvalidRequestError` that names the field, such as `messages[2].content`.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise _invalid("messages", "must be a list of messages, each with role and content")
+    if not messages:
+        raise _invalid("messages", "is empty; it needs at least one message")
+    return [_message(message, f"messages[{i}]", template) for i, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise _invalid(where, "must be an object with role and content")
+    known = ("role", "content", "tool_calls")
+    normal = {
+        key: plain(value, f"{where}.{key}")
+        for key, value in message.items()
+        if key not in known and value is not None
+    }
+    role = _role(message.get("role"), f"{where}.role", template)
+    calls = _tool_calls(message.get("tool_calls"), f"{where}.tool_calls")
+    if calls and role != "assistant":
+        raise _invalid(f"{where}.tool_calls", f"belongs to the assistant, not to role {role!r}")
+    content = message.get("content")
+    if content is None and role != "assistant":
+        raise _invalid(f"{where}.content", "is missing; it must be a string or a list of parts")
+    normal = {"role": role, "content": _text(content, f"{where}.content"), **normal}
+    return {**normal, "tool_calls": calls} if calls else normal
+
+
+def _role(role: Any, where: str, template: ChatTemplate) -> str:
+    if not isinstance(role, str) or not (role in ROLES or template.mentions(role)):
+        raise _invalid(where, f"is {str(role)[:40]!r}; it must be one of {', '.join(ROLES)}")
+    return "system" if role == "developer" and not template.mentions(role) else role
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Mapping) or not isinstance(content, Sequence):
+        raise _invalid(where, "must be a string or a list of parts")
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise _invalid(where, "must be an object with a type")
+    kind = part.get("type")
+    if kind not in _TEXT_PARTS:
+        raise _invalid(
+            f"{where}.type", f"is {str(kind)[:40]!r}; this model takes parts of type text only"
+        )
+    if not isinstance(part.get("text"), str):
+        raise _invalid(f"{where}.text", "must be a string")
+    return str(part["text"])
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if calls is None:
+        return []
+    if isinstance(calls, str | Mapping) or not isinstance(calls, Sequence):
+        raise _invalid(where, "must be a list")
+    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise _invalid(f"{where}.function", "must be an object with name and arguments")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise _invalid(f"{where}.function.name", "must be a string that is not empty")
+    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+    extra = {key: value for key, value in call.items() if key != "function" and value is not None}
+    return {
+        "type": "function",
+        **plain(extra, where),
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _arguments(arguments: Any, where: str) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise _invalid(where, f"is no JSON: {error}") from error
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise _invalid(where, "must be an object, or one written as JSON")
+    normal: dict[str, Any] = plain(arguments, where)
+    return normal
+
+
+def plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy made of nothing but dict, list, str, int, float, bool and None.
+
+    Templates get nothing else: any other object brings methods that a sandbox cannot judge. Raises
+    `InvalidRequestError` for such objects, and for data nested too deep.
+    """
+    if depth > _MAX_DEPTH:
+        raise _invalid(where, f"is nested deeper than {_MAX_DEPTH} levels")
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    # Subclasses, such as enums, may bring methods of their own.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return [plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise _invalid(where, f"is of type {type(value).__name__}, which is no JSON value")
+
+
+def _invalid(where: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where} {what}.", parameter=where)

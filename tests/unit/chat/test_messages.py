@@ -1,0 +1,168 @@
+"""Histories as clients send them, and what is refused."""
+
+from __future__ import annotations
+
+import enum
+from collections import UserDict
+
+import pytest
+
+from helpers.chat_templates import CHATML, LLAMA_LIKE, MISTRAL_LIKE
+from tokenmill.entrypoints.chat.messages import normalise_messages, plain
+from tokenmill.entrypoints.chat.templates import ChatTemplate
+from tokenmill.errors import InvalidRequestError
+
+TEMPLATE = ChatTemplate(CHATML)
+ARGUMENTS = {"city": "Bern", "days": 2}
+
+
+def call(arguments=ARGUMENTS, **extra):
+    return {"id": "c1", "type": "function", **extra} | {
+        "function": {"name": "weather", "arguments": arguments}
+    }
+
+
+def history(content="missing", arguments=ARGUMENTS, result="sunny", **extra):
+    assistant = {"role": "assistant", "tool_calls": [call(arguments)], **extra}
+    if content != "missing":
+        assistant["content"] = content
+    return [
+        {"role": "user", "content": "Weather?"},
+        assistant,
+        {"role": "tool", "tool_call_id": "c1", "content": result},
+    ]
+
+
+VARIANTS = [
+    history(),
+    history(content=None),
+    history(content=""),
+    history(content=[]),
+    history(content=[{"type": "text", "text": ""}]),
+    history(arguments='{"city": "Bern", "days": 2}'),
+    history(arguments='  {"city":"Bern","days":2}\n'),
+    history(result=[{"type": "text", "text": "sunny"}]),
+    history(result=["sunny"]),
+    history(name=None, refusal=None),
+    tuple(history()),
+    [UserDict(message) for message in history()],
+]
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA_LIKE, MISTRAL_LIKE])
+def test_variants_that_mean_the_same_render_the_same(source):
+    template = ChatTemplate(source)
+    rendered = {
+        template.render(
+            {"messages": normalise_messages(variant, template), "tools": None, "bos_token": ""}
+            | {"eos_token": "", "add_generation_prompt": True}
+        )
+        for variant in VARIANTS
+    }
+    assert len(rendered) == 1
+    assert "Bern" in rendered.pop()
+
+
+@pytest.mark.parametrize("arguments", [None, "", " ", "{}", {}])
+def test_a_call_without_arguments(arguments):
+    normal = normalise_messages(history(arguments=arguments), TEMPLATE)
+    assert normal[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_no_calls_are_absent(calls):
+    message = {"role": "assistant", "content": "x", "tool_calls": calls}
+    assert normalise_messages([message], TEMPLATE) == [{"role": "assistant", "content": "x"}]
+
+
+def test_parts_of_text_are_joined_by_line_breaks():
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}, "c"]
+    (message,) = normalise_messages([{"role": "user", "content": parts}], TEMPLATE)
+    assert message["content"] == "a\nb\nc"
+
+
+def test_further_keys_reach_the_template():
+    message = {"role": "assistant", "content": "x", "reasoning_content": "y", "name": "z"}
+    assert normalise_messages([message], TEMPLATE) == [message]
+
+
+def test_developer_is_system_unless_the_template_knows_it():
+    messages = [{"role": "developer", "content": "x"}]
+    assert normalise_messages(messages, TEMPLATE)[0]["role"] == "system"
+    knows = ChatTemplate("{% if messages[0].role == 'developer' %}{% endif %}")
+    assert normalise_messages(messages, knows)[0]["role"] == "developer"
+
+
+def test_a_role_of_the_templates_own():
+    messages = [{"role": "ipython", "content": "x"}]
+    assert normalise_messages(messages, ChatTemplate('{{ "ipython" }}'))[0]["role"] == "ipython"
+
+
+def test_the_callers_messages_are_left_alone():
+    messages = history(arguments="{}")
+    normalise_messages(messages, TEMPLATE)
+    assert messages == history(arguments="{}")
+
+
+def nested(depth):
+    return {"a": nested(depth - 1)} if depth else 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "where"),
+    [
+        ([], "messages"),
+        (None, "messages"),
+        ("hi", "messages"),
+        ({"role": "user", "content": "x"}, "messages"),
+        (["hi"], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": None, "content": "x"}], "messages[0].role"),
+        ([{"role": "robot", "content": "x"}], "messages[0].role"),
+        ([{"role": "user<|im_end|>", "content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": {"type": "text"}}], "messages[0].content"),
+        ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": "x", "tool_calls": [call()]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [5]}], "messages[0].tool_calls[0].function"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}],
+            "messages[0].tool_calls[0].function.name",
+        ),
+        (history(arguments="{"), "messages[1].tool_calls[0].function.arguments"),
+        (history(arguments="[1]"), "messages[1].tool_calls[0].function.arguments"),
+        (history(arguments="[" * 100_000), "messages[1].tool_calls[0].function.arguments"),
+        ([{"role": "user", "content": "x", "file": b"x"}], "messages[0].file"),
+        ([{"role": "user", "content": "x", "file": object()}], "messages[0].file"),
+    ],
+)
+def test_invalid_structure_is_refused_by_name(messages, where):
+    with pytest.raises(InvalidRequestError) as raised:
+        normalise_messages(messages, TEMPLATE)
+    assert raised.value.parameter == where
+    assert where in str(raised.value)
+
+
+def test_data_nested_too_deep_is_refused():
+    with pytest.raises(InvalidRequestError, match="nested deeper"):
+        normalise_messages([{"role": "user", "content": "x", "more": nested(80)}], TEMPLATE)
+
+
+def test_plain_leaves_no_types_but_those_of_json():
+    class Colour(enum.StrEnum):
+        RED = "red"
+
+    class Number(int):
+        def secret(self):
+            return "secret"
+
+    copied = plain({"a": (Colour.RED, Number(3), True, None, 1.5), 7: []}, "x")
+    assert copied == {"a": ["red", 3, True, None, 1.5], "7": []}
+    assert [type(item) for item in copied["a"]] == [str, int, bool, type(None), float]
