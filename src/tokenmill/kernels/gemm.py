@@ -1,0 +1,222 @@
+"""Matrix products with packed weights: x [M, K] @ weight [N, K].T + bias [N].
+
+    PackedBf16     bfloat16 weights          x bfloat16
+    PackedBlocks   GGUF blocks, 4 or 8 bits  x quantised to int8 in groups of 32 values of a row
+
+A row's result has the same bits for any M, any neighbours and any number of threads. Blocks also
+give the same bits on each instruction set. Packing takes the place of the weights' own layout:
+rows can be read back one by one, for an embedding that shares them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils import dlpack
+
+from tokenmill.kernels import native
+
+GROUP_SIZE = 32
+"""Values along K that share a scale, in block formats and in quantised rows."""
+
+BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""GGUF types that are packed without rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBf16:
+    """Weights in the order in which the kernels read them."""
+
+    buffer: torch.Tensor
+    """uint8, in memory of its own (huge pages where the system allows them)."""
+    out_features: int
+    """N."""
+    in_features: int
+    """K."""
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor, row_index: torch.Tensor | None = None) -> PackedBf16:
+        """Copy weight, bfloat16 [N, K]; row i becomes weight[row_index[i]] (int64 [N])."""
+        n, k = weight.shape
+        buffer = _allocate(native.module().packed_bf16_bytes(n, k))
+        native.module().pack_bf16(weight, buffer, row_index)
+        return cls(buffer, n, k)
+
+    def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ids (int64 [num_ids]) of the weight, float32 [num_ids, K]."""
+        out = torch.empty(len(ids), self.in_features)
+        native.module().unpack_bf16_rows(self.buffer, self.out_features, self.in_features, ids, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlocks:
+    """Weights of a GGUF block type, with their own codes and scales."""
+
+    buffer: torch.Tensor
+    """uint8, in memory of its own (huge pages where the system allows them)."""
+    block_type: str
+    """One of BLOCK_TYPES."""
+    out_features: int
+    """N."""
+    in_features: int
+    """K, a multiple of 32."""
+
+    @classmethod
+    def pack(
+        cls,
+        block_type: str,
+        raw: torch.Tensor,
+        out_features: int,
+        in_features: int,
+        row_index: torch.Tensor | None = None,
+    ) -> PackedBlocks:
+        """Copy the blocks of N rows, uint8 [num_bytes], as they follow one another in a file.
+
+        Row i becomes row row_index[i] (int64 [N]). Reads raw once and panel by panel, so a mapped
+        file need not be in memory.
+        """
+        module = native.module()
+        buffer = _allocate(module.packed_blocks_bytes(block_type, out_features, in_features))
+        module.pack_blocks(block_type, raw, out_features, in_features, buffer, row_index)
+        return cls(buffer, block_type, out_features, in_features)
+
+    def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ids (int64 [num_ids]) of the weight, float32 [num_ids, K]."""
+        out = torch.empty(len(ids), self.in_features)
+        native.module().unpack_block_rows(
+            self.buffer, self.block_type, self.out_features, self.in_features, ids, out
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Activations in int8, each group of 32 values of a row on its own scale.
+
+    One buffer, so that a kernel has one address: codes, scales, scaled sums, sums, in this order.
+    """
+
+    buffer: torch.Tensor
+    """uint8; see `codes`, `scales`, `scaled_sums` and `sums` for what is in it."""
+    num_rows: int
+    """M."""
+    num_columns: int
+    """K, a multiple of 32."""
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """int8 [M, K]; value = code * scale."""
+        return self._part(0, torch.int8, self.num_columns)
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """float32 [M, K / 32], largest magnitude of the group / 127."""
+        return self._part(self._offsets()[0], torch.float32, self.num_columns // GROUP_SIZE)
+
+    @property
+    def scaled_sums(self) -> torch.Tensor:
+        """float32 [M, K / 32], sum * scale: what a minimum of the weights is multiplied with."""
+        return self._part(self._offsets()[1], torch.float32, self.num_columns // GROUP_SIZE)
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """int32 [M, K / 32], sum of the group's codes."""
+        return self._part(self._offsets()[2], torch.int32, self.num_columns // GROUP_SIZE)
+
+    def _offsets(self) -> tuple[int, int, int, int]:
+        """Bytes before scales, scaled sums and sums, and in all."""
+        scales, scaled_sums, sums, total = native.module().quantized_layout(
+            self.num_rows, self.num_columns
+        )
+        return scales, scaled_sums, sums, total
+
+    def _part(self, begin: int, dtype: torch.dtype, columns: int) -> torch.Tensor:
+        end = begin + self.num_rows * columns * dtype.itemsize
+        return self.buffer[begin:end].view(dtype).view(self.num_rows, columns)
+
+
+def quantize_rows(x: torch.Tensor) -> QuantizedRows:
+    """x, bfloat16 or float32 [M, K], to int8.
+
+    Each code is x * (127 / largest) rounded to the nearest, ties to even. A group whose largest
+    magnitude is below 1e-30 becomes zero; the scale of one with a NaN is NaN.
+    """
+    m, k = x.shape
+    total = native.module().quantized_layout(m, k)[3]
+    quantized = QuantizedRows(torch.empty(total, dtype=torch.uint8), m, k)
+    native.module().quantize_rows(x, quantized.buffer)
+    return quantized
+
+
+def gemm_bf16(
+    x: torch.Tensor,
+    weight: PackedBf16,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """x, bfloat16 [M, K], to x @ weight.T + bias (float32 [N]), in `out_dtype` or in `out` [M, N].
+
+    Sums are float32; they are rounded once, after the bias, if the result is bfloat16.
+    """
+    if out is None:
+        out = torch.empty(x.shape[0], weight.out_features, dtype=out_dtype)
+    native.module().gemm_bf16(x, weight.buffer, weight.out_features, weight.in_features, out, bias)
+    return out
+
+
+def gemm_blocks(
+    x: QuantizedRows,
+    weight: PackedBlocks,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Quantised rows [M, K] to x @ weight.T + bias (float32 [N]), in `out_dtype` or `out` [M, N].
+
+    Sums within a group are exact, sums of groups float32, rounded once if the result is bfloat16.
+    """
+    if out is None:
+        out = torch.empty(x.num_rows, weight.out_features, dtype=out_dtype)
+    native.module().gemm_blocks(
+        x.buffer,
+        x.num_rows,
+        weight.buffer,
+        weight.block_type,
+        weight.out_features,
+        weight.in_features,
+        out,
+        bias,
+    )
+    return out
+
+
+def gemm_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the products approximate: x [M, K] @ weight [N, K].T + bias [N] in float64.
+
+    For blocks, x is what the quantised rows stand for and weight what the blocks stand for.
+    """
+    product = x.double() @ weight.double().t()
+    return product if bias is None else product + bias.double()
+
+
+def quantize_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes int8 [M, K], scales float32 [M, K / 32]) of x, as `quantize_rows` gives them."""
+    groups = x.float().view(x.shape[0], -1, GROUP_SIZE)
+    largest = groups.abs().amax(-1)
+    nonzero = largest >= 1e-30
+    most = torch.tensor(127.0)  # a tensor, as torch divides a plain number by way of 1 / x
+    inverse = torch.where(nonzero, most / largest, 0.0)
+    codes = (groups * inverse.unsqueeze(-1)).round().to(torch.int8)
+    return codes.flatten(-2), torch.where(nonzero, largest / most, 0.0)
+
+
+def _allocate(num_bytes: int) -> torch.Tensor:
+    buffer: torch.Tensor = dlpack.from_dlpack(native.module().allocate_weights(num_bytes))
+    return buffer

@@ -1,0 +1,73 @@
+"""The compiled kernels, `tokenmill._native`: whether they are there, and for which instructions.
+
+Nothing else imports the module. It is absent where it could not be built (no compiler, another
+architecture), and idle where the processor lacks AVX-512 with VNNI and BF16, or where
+TOKENMILL_ISA=reference asks for torch. Then the torch kernels run: the same interface, much slower.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+from typing import Literal, cast
+
+from tokenmill.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Isa = Literal["amx", "avx512", "reference"]
+"""Instruction set in use: AMX tiles beside AVX-512, AVX-512 alone, or torch."""
+
+_LOST = (
+    "Matrix products and attention run on torch: about 2 to 10 times slower, and block formats"
+    " are expanded to bfloat16 in memory."
+)
+
+
+def active_isa() -> Isa:
+    """The instruction set that kernels use. What is lost is logged once, if anything is.
+
+    Raises ConfigError if TOKENMILL_ISA names no instruction set, or one this machine lacks.
+    """
+    module = _load()
+    if module is None:
+        return "reference"
+    try:
+        return cast(Isa, module.active_isa())
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from None
+
+
+def is_available() -> bool:
+    """Whether the native kernels can be used here."""
+    return active_isa() != "reference"
+
+
+def module() -> ModuleType:
+    """`tokenmill._native`. Raises ConfigError where it cannot be used; ask `is_available` first."""
+    loaded = _load()
+    if loaded is None or not is_available():
+        raise ConfigError("The native kernels cannot be used here; take the torch kernels instead.")
+    return loaded
+
+
+@functools.cache
+def _load() -> ModuleType | None:
+    try:
+        loaded = importlib.import_module("tokenmill._native")
+    except ImportError as error:
+        logger.warning(
+            "The native kernels are not installed (%s). %s Install tokenmill from source with a"
+            " C++17 compiler on x86-64 to have them.",
+            error,
+            _LOST,
+        )
+        return None
+    if loaded.detected_isa() == "reference":
+        logger.warning(
+            "This processor lacks AVX-512 with VNNI and BF16, which the native kernels need. %s",
+            _LOST,
+        )
+    return loaded

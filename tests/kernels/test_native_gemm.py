@@ -1,0 +1,259 @@
+"""Packed products against float64, and against themselves: one row has one result."""
+
+from collections.abc import Iterator
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tokenmill import _native
+from tokenmill.kernels import gemm
+
+ISAS = ["avx512", "amx"][: ["reference", "avx512", "amx"].index(_native.detected_isa())]
+"""Instruction sets of this machine; without AVX-512 there is nothing to test."""
+BLOCK_TYPES = list(gemm.BLOCK_TYPES)
+SHAPES = [(1, 1, 32), (3, 7, 64), (16, 32, 96), (17, 33, 32), (31, 100, 160), (70, 65, 256)]
+"""(M, N, K)."""
+
+
+@pytest.fixture(autouse=True)
+def _same_settings_afterwards() -> Iterator[None]:
+    threads, isa = _native.num_threads(), _native.active_isa()
+    yield
+    _native.set_num_threads(threads)
+    _native.set_active_isa(isa)
+
+
+def generator(*seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(hash(seed) & 0xFFFFFFFF)
+
+
+def random_bf16(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed, *shape)).bfloat16()
+
+
+def random_blocks(block_type: str, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(raw bytes, float32 weight [n, k]) of random blocks; the weight is what gguf makes of them.
+
+    Codes are random bytes, scales and minimums random halves of all signs.
+    """
+    kind = gguf.GGMLQuantizationType[block_type]
+    values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng([n, k])
+    raw = rng.integers(0, 256, (n, k // values, num_bytes), dtype=np.uint8)
+    num_halves = 2 if block_type.endswith("_1") else 1
+    halves = rng.normal(size=(n, k // values, num_halves)).astype(np.float16)
+    raw[:, :, : 2 * num_halves] = halves.view(np.uint8)
+    weight = gguf.dequantize(raw.reshape(n, -1), kind)
+    return torch.from_numpy(raw.reshape(-1)), torch.from_numpy(weight)
+
+
+def dequantized(x: gemm.QuantizedRows) -> torch.Tensor:
+    """What quantised rows stand for, exact in float64."""
+    groups = x.codes.double().unflatten(-1, (-1, gemm.GROUP_SIZE))
+    return (groups * x.scales.double().unsqueeze(-1)).flatten(-2)
+
+
+def bits(x: torch.Tensor) -> list[int]:
+    return x.contiguous().view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32).tolist()
+
+
+def assert_near(
+    actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """Within the rounding of K float32 additions, relative to the size of the terms."""
+    expected = gemm.gemm_reference(x, weight, bias)
+    size = gemm.gemm_reference(x.abs(), weight.abs(), None if bias is None else bias.abs())
+    assert bool(((actual.double() - expected).abs() <= 2e-6 * size + 1e-30).all())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [*SHAPES, (5, 48, 1), (9, 31, 33), (2, 5, 47), (40, 16, 577)]
+)
+def test_bf16_product(isa, m, n, k) -> None:
+    _native.set_active_isa(isa)
+    x, weight, bias = (
+        random_bf16(m, k),
+        random_bf16(n, k, seed=1),
+        torch.randn(n, generator=generator(n)),
+    )
+    packed = gemm.PackedBf16.pack(weight)
+    assert_near(gemm.gemm_bf16(x, packed, out_dtype=torch.float32), x, weight)
+    with_bias = gemm.gemm_bf16(x, packed, bias, out_dtype=torch.float32)
+    assert_near(with_bias, x, weight, bias)
+    assert torch.equal(gemm.gemm_bf16(x, packed, bias), with_bias.bfloat16())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("block_type", BLOCK_TYPES)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_block_product(isa, block_type, m, n, k) -> None:
+    _native.set_active_isa(isa)
+    raw, weight = random_blocks(block_type, n, k)
+    packed = gemm.PackedBlocks.pack(block_type, raw, n, k)
+    x, bias = gemm.quantize_rows(random_bf16(m, k)), torch.randn(n, generator=generator(n))
+    assert_near(gemm.gemm_blocks(x, packed, out_dtype=torch.float32), dequantized(x), weight)
+    with_bias = gemm.gemm_blocks(x, packed, bias, out_dtype=torch.float32)
+    assert_near(with_bias, dequantized(x), weight, bias)
+    assert torch.equal(gemm.gemm_blocks(x, packed, bias), with_bias.bfloat16())
+
+
+@pytest.mark.parametrize("m", range(1, 21))
+def test_block_products_agree_between_instruction_sets(m) -> None:
+    for block_type in BLOCK_TYPES:
+        raw, _ = random_blocks(block_type, 70, 192)
+        packed = gemm.PackedBlocks.pack(block_type, raw, 70, 192)
+        results = []
+        for isa in ISAS:
+            _native.set_active_isa(isa)
+            x = gemm.quantize_rows(random_bf16(m, 192))
+            results.append(bits(gemm.gemm_blocks(x, packed, out_dtype=torch.float32)))
+        assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_bf16_rows_are_the_same_alone_and_in_a_batch(isa) -> None:
+    _native.set_active_isa(isa)
+    x = random_bf16(101, 800)
+    packed = gemm.PackedBf16.pack(random_bf16(77, 800, seed=1))
+    whole = gemm.gemm_bf16(x, packed, out_dtype=torch.float32)
+    for begin, end in [(0, 1), (7, 8), (100, 101), (3, 19), (20, 53), (0, 33), (64, 101)]:
+        part = gemm.gemm_bf16(x[begin:end], packed, out_dtype=torch.float32)
+        assert bits(part) == bits(whole[begin:end])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("block_type", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+def test_block_rows_are_the_same_alone_and_in_a_batch(isa, block_type) -> None:
+    _native.set_active_isa(isa)
+    x = random_bf16(101, 800)
+    packed = gemm.PackedBlocks.pack(block_type, random_blocks(block_type, 77, 800)[0], 77, 800)
+    whole = gemm.gemm_blocks(gemm.quantize_rows(x), packed, out_dtype=torch.float32)
+    for begin, end in [(0, 1), (7, 8), (100, 101), (3, 19), (20, 53), (0, 33), (64, 101)]:
+        rows = gemm.quantize_rows(x[begin:end])
+        part = gemm.gemm_blocks(rows, packed, out_dtype=torch.float32)
+        assert bits(part) == bits(whole[begin:end])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("m", [1, 33, 700])
+def test_threads_do_not_change_a_bit(isa, m) -> None:
+    _native.set_active_isa(isa)
+    k, n = 1536, 96  # 700 rows of 1536 values are more than one block of rows
+    x = random_bf16(m, k)
+    bf16 = gemm.PackedBf16.pack(random_bf16(n, k, seed=1))
+    blocks = gemm.PackedBlocks.pack("Q4_1", random_blocks("Q4_1", n, k)[0], n, k)
+    results = []
+    for num_threads in [1, 2, 3]:
+        _native.set_num_threads(num_threads)
+        quantized = gemm.quantize_rows(x)
+        results.append(
+            (
+                bits(gemm.gemm_bf16(x, bf16, out_dtype=torch.float32)),
+                bits(gemm.gemm_blocks(quantized, blocks, out_dtype=torch.float32)),
+            )
+        )
+    assert results[1] == results[0]
+    assert results[2] == results[0]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("m", "k"), [(1, 32), (5, 96), (33, 576)])
+def test_quantised_rows_are_the_reference(isa, dtype, m, k) -> None:
+    _native.set_active_isa(isa)
+    x = torch.randn(m, k, generator=generator(m, k)) * 10.0 ** torch.arange(-3, m - 3).unsqueeze(1)
+    x[0, :32] = 0
+    x = x.to(dtype)
+    quantized = gemm.quantize_rows(x)
+    codes, scales = gemm.quantize_rows_reference(x)
+    assert torch.equal(quantized.codes, codes)
+    assert torch.equal(quantized.scales, scales)
+    sums = codes.int().unflatten(-1, (-1, gemm.GROUP_SIZE)).sum(-1, dtype=torch.int32)
+    assert torch.equal(quantized.sums, sums)
+    assert torch.equal(quantized.scaled_sums, sums.float() * scales)
+
+
+def test_a_bad_row_spoils_no_other() -> None:
+    x = random_bf16(20, 64)
+    packed_bf16 = gemm.PackedBf16.pack(random_bf16(40, 64, seed=1))
+    packed = gemm.PackedBlocks.pack("Q4_1", random_blocks("Q4_1", 40, 64)[0], 40, 64)
+    good = gemm.gemm_bf16(x, packed_bf16), gemm.gemm_blocks(gemm.quantize_rows(x), packed)
+    x[7, 3] = torch.nan
+    x[11, 40] = torch.inf
+    bad = gemm.gemm_bf16(x, packed_bf16), gemm.gemm_blocks(gemm.quantize_rows(x), packed)
+    others = [row for row in range(20) if row not in (7, 11)]
+    for before, after in zip(good, bad, strict=True):
+        assert torch.equal(before[others], after[others])
+        assert bool(after[7].isnan().all())
+        assert not bool(after[11].isfinite().any())
+
+
+@pytest.mark.parametrize("block_type", BLOCK_TYPES)
+@pytest.mark.parametrize(("n", "k"), [(1, 32), (33, 64), (100, 288)])
+def test_blocks_are_packed_without_loss(block_type, n, k) -> None:
+    raw, weight = random_blocks(block_type, n, k)
+    order = torch.randperm(n, generator=generator(n))
+    packed = gemm.PackedBlocks.pack(block_type, raw, n, k)
+    permuted = gemm.PackedBlocks.pack(block_type, raw, n, k, order)
+    assert torch.equal(packed.unpack_rows(torch.arange(n)), weight)
+    assert torch.equal(permuted.unpack_rows(torch.arange(n)), weight[order])
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 65), (100, 288)])
+def test_bf16_is_packed_without_loss(n, k) -> None:
+    weight, order = random_bf16(n, k), torch.randperm(n, generator=generator(n))
+    assert torch.equal(gemm.PackedBf16.pack(weight, order).unpack_rows(order), weight[order][order])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_empty_shapes(isa) -> None:
+    _native.set_active_isa(isa)
+    packed = gemm.PackedBf16.pack(random_bf16(40, 64))
+    assert gemm.gemm_bf16(random_bf16(0, 64), packed).shape == (0, 40)
+    blocks = gemm.PackedBlocks.pack("Q8_0", random_blocks("Q8_0", 40, 64)[0], 40, 64)
+    assert gemm.gemm_blocks(gemm.quantize_rows(random_bf16(0, 64)), blocks).shape == (0, 40)
+    none = gemm.PackedBf16.pack(random_bf16(0, 64))
+    assert gemm.gemm_bf16(random_bf16(3, 64), none).shape == (3, 0)
+    without_k = gemm.PackedBf16.pack(random_bf16(40, 0))
+    assert not gemm.gemm_bf16(random_bf16(3, 0), without_k).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_of_a_wider_buffer(isa) -> None:
+    """Inputs and outputs may be columns of a larger tensor; the other columns stay untouched."""
+    _native.set_active_isa(isa)
+    wide = random_bf16(19, 200)
+    packed = gemm.PackedBf16.pack(random_bf16(40, 64, seed=1))
+    out = torch.full((19, 100), 7.0)
+    gemm.gemm_bf16(wide[:, 70:134], packed, out=out[:, 30:70])
+    expected = gemm.gemm_bf16(wide[:, 70:134].contiguous(), packed, out_dtype=torch.float32)
+    assert torch.equal(out[:, 30:70], expected)
+    assert bool((out[:, :30] == 7).all())
+    assert bool((out[:, 70:] == 7).all())
+    strided = gemm.quantize_rows(wide[:, 70:134])
+    assert torch.equal(strided.codes, gemm.quantize_rows(wide[:, 70:134].contiguous()).codes)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    packed = gemm.PackedBf16.pack(random_bf16(40, 64))
+    with pytest.raises(ValueError, match="x must be a matrix of 64 columns"):
+        gemm.gemm_bf16(random_bf16(3, 32), packed)
+    with pytest.raises(ValueError, match="x must be bfloat16"):
+        gemm.gemm_bf16(torch.zeros(3, 64), packed)
+    with pytest.raises(ValueError, match="out must be of 3 rows"):
+        gemm.gemm_bf16(random_bf16(3, 64), packed, out=torch.empty(4, 40))
+    with pytest.raises(ValueError, match="bias must be 40 values"):
+        gemm.gemm_bf16(random_bf16(3, 64), packed, torch.zeros(39))
+    with pytest.raises(ValueError, match="k must be a multiple of 32"):
+        gemm.quantize_rows(random_bf16(3, 33))
+    with pytest.raises(ValueError, match="raw must be 80 bytes, not 79"):
+        gemm.PackedBlocks.pack("Q4_1", torch.zeros(79, dtype=torch.uint8), 2, 64)
+    with pytest.raises(ValueError, match="it takes Q4_0, Q4_1"):
+        gemm.PackedBlocks.pack("Q3_K", torch.zeros(80, dtype=torch.uint8), 2, 64)
+    with pytest.raises(ValueError, match="row_index must be within"):
+        gemm.PackedBf16.pack(random_bf16(2, 32), torch.tensor([0, 2]))
+    with pytest.raises(ValueError, match="ids must be within"):
+        packed.unpack_rows(torch.tensor([40]))
