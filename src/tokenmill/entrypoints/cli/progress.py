@@ -50,7 +50,7 @@ def _bars(console: Console) -> Iterator[OnProgress]:
 
         def on_progress(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage)
+                tasks[stage] = bars.add_task(stage, total=total)
             bars.update(tasks[stage], completed=done, total=total)
 
         yield on_progress
