@@ -1,0 +1,14 @@
+"""Root mean square normalisation (Zhang and Sennrich, 2019)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute x / sqrt(mean(x ** 2) + eps) * weight along the last dimension.
+
+    x is float32 [N, hidden_size], weight float32 [hidden_size]; so is the result.
+    """
+    mean_square = x.square().mean(-1, keepdim=True)
+    return x / torch.sqrt(mean_square + eps) * weight
