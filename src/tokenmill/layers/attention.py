@@ -57,8 +57,8 @@ class Attention(nn.Module):
     def kv_cache_spec(self, dtype: str) -> KVCacheSpec:
         """What this layer keeps per token.
 
-        A windowed layer keeps all tokens for now: hybrid block groups are the business of the
-        KV manager, and full blocks are right for every window.
+        A windowed layer keeps all tokens, too: that is right for every window, and one block
+        table serves all layers.
         """
         return KVCacheSpec(
             num_kv_heads=self.num_kv_heads,
@@ -80,14 +80,16 @@ class Attention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Query [N, num_heads * head_size], key and value [N, num_kv_heads * head_size], not yet
-        rotated, to [N, num_heads * head_size]."""
+        """Attend from query [N, num_heads * head_size]; the result has its shape.
+
+        Key and value are [N, num_kv_heads * head_size]. None of them is rotated yet.
+        """
         if self._impl is None or self._kv_cache is None:
             raise RuntimeError(f"Attention layer {self.layer_name!r} has no KV cache: call bind.")
         metadata = get_attention_metadata(self.layer_name)
-        q = query.view(-1, self.num_heads, self.head_size)
-        k = key.view(-1, self.num_kv_heads, self.head_size)
-        v = value.view(-1, self.num_kv_heads, self.head_size)
+        q = query.reshape(-1, self.num_heads, self.head_size)
+        k = key.reshape(-1, self.num_kv_heads, self.head_size)
+        v = value.reshape(-1, self.num_kv_heads, self.head_size)
         if self.rotary is not None:
             q, k = self.rotary(positions, q, k)
         self._impl.write_kv(k, v, self._kv_cache, metadata)

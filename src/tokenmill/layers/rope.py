@@ -1,0 +1,221 @@
+"""Rotary position embedding: frequencies of every scaling type, and the table of angles.
+
+Types and keys are those of Hugging Face configs:
+
+    default   theta ** (-2i / rotary_dim)
+    linear    positions divided by `factor`
+    dynamic   a larger theta, for the length at hand (NTK)
+    llama3    long wavelengths divided by `factor`, short ones kept, a ramp between
+    yarn      the same with a ramp over dimensions, and larger attention scores (Peng et al., 2023)
+    longrope  a divisor for each frequency (Ding et al., 2024)
+
+`dynamic` and `longrope` depend on a length. It is `max_model_len`, once and for all: with the
+length of the text so far, a token's key would change while its text grows, and a cached key would
+be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokenmill.config.parameters import positive_int, rope_parameters
+from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.kernels.rotary import apply_rotary
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """The RoPE settings of one model, read from its config."""
+
+    rope_type: str
+    theta: float
+    partial_rotary_factor: float
+    max_position_embeddings: int
+    original_max_position_embeddings: int
+    """Length of the first training, before scaling."""
+    scaling: Mapping[str, Any]
+    """What is special to the type: `factor`, `low_freq_factor`, `beta_fast`, ..."""
+    freq_factors: Sequence[float] | None
+    """A divisor for each frequency; GGUF files keep the result of a scaling so."""
+
+    @classmethod
+    def from_hf(cls, hf_config: Mapping[str, Any]) -> RopeConfig:
+        """Read `rope_parameters`, or `rope_scaling` and `rope_theta`.
+
+        Raises `ConfigError` for a type we do not know.
+        """
+        scaling = rope_parameters(hf_config)
+        rope_type = scaling["rope_type"]
+        if rope_type not in _SCALINGS:
+            raise ConfigError(
+                f"RoPE type {rope_type!r} is not supported."
+                f"{did_you_mean(str(rope_type), _SCALINGS)} Known types: {', '.join(_SCALINGS)}."
+            )
+        longest = positive_int(hf_config, "max_position_embeddings")
+        partial = scaling.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+        original = hf_config.get("original_max_position_embeddings")
+        return cls(
+            rope_type=rope_type,
+            theta=float(scaling["rope_theta"]),
+            partial_rotary_factor=1.0 if partial is None else float(partial),
+            max_position_embeddings=longest,
+            original_max_position_embeddings=original
+            or positive_int(scaling, "original_max_position_embeddings", longest),
+            scaling=scaling,
+            freq_factors=hf_config.get("rope_freq_factors"),
+        )
+
+    def number(self, key: str) -> float:
+        """A number that the type cannot do without."""
+        value = self.scaling.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(
+                f"RoPE type {self.rope_type!r} needs the number {key!r}, but it is {value!r};"
+                f" set it in the config's rope_parameters."
+            )
+        return float(value)
+
+    def numbers(self, key: str, count: int) -> torch.Tensor:
+        """A list of numbers, one per frequency, as float32 [count]."""
+        return _one_per_frequency(self.scaling.get(key), key, count)
+
+
+def rope_frequencies(
+    config: RopeConfig, rotary_dim: int, max_model_len: int
+) -> tuple[torch.Tensor, float]:
+    """Radians per position, float32 [rotary_dim / 2], and what cos and sin are multiplied by."""
+    inv_freq, attention_factor = _SCALINGS[config.rope_type](config, rotary_dim, max_model_len)
+    if config.freq_factors is not None:
+        inv_freq = inv_freq / _one_per_frequency(
+            config.freq_factors, "rope_freq_factors", rotary_dim // 2
+        )
+    return inv_freq, attention_factor
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys by their positions. One object serves all layers of a model."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, config: RopeConfig, head_size: int, max_model_len: int) -> None:
+        super().__init__()
+        rotary_dim = int(head_size * config.partial_rotary_factor)
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise ConfigError(
+                f"RoPE rotates pairs, but partial_rotary_factor={config.partial_rotary_factor} of"
+                f" head_dim={head_size} is {rotary_dim}; it must be an even number of at least 2."
+            )
+        inv_freq, attention_factor = rope_frequencies(config, rotary_dim, max_model_len)
+        angles = torch.arange(max_model_len).float()[:, None] * inv_freq
+        self.register_buffer("cos", angles.cos() * attention_factor, persistent=False)
+        self.register_buffer("sin", angles.sin() * attention_factor, persistent=False)
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate query and key, each [N, heads, head_size]; positions is int64 [N]."""
+        cos, sin = self.cos[positions], self.sin[positions]
+        return apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+
+
+def _exponents(rotary_dim: int) -> torch.Tensor:
+    return torch.arange(0, rotary_dim, 2).float() / rotary_dim
+
+
+def _one_per_frequency(values: Any, key: str, count: int) -> torch.Tensor:
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
+        size = len(values) if isinstance(values, Sequence) else repr(values)
+        raise ConfigError(
+            f"RoPE: {key} must be a list of {count} numbers, one per frequency; it has: {size}."
+        )
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _default(config: RopeConfig, dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    return 1.0 / config.theta ** _exponents(dim), 1.0
+
+
+def _linear(config: RopeConfig, dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    return 1.0 / config.theta ** _exponents(dim) / config.number("factor"), 1.0
+
+
+def _dynamic(config: RopeConfig, dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    factor = config.number("factor")
+    stretch = max(max_model_len / config.max_position_embeddings, 1.0)
+    theta = config.theta * (factor * stretch - (factor - 1.0)) ** (dim / (dim - 2))
+    return 1.0 / theta ** _exponents(dim), 1.0
+
+
+def _llama3(config: RopeConfig, dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    factor, low, high = (
+        config.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    inv_freq = 1.0 / config.theta ** _exponents(dim)
+    turns = config.original_max_position_embeddings / (2 * math.pi / inv_freq)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - keep) * inv_freq / factor + keep * inv_freq, 1.0
+
+
+def _yarn(config: RopeConfig, dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    factor = config.number("factor")
+    beta_fast = config.scaling.get("beta_fast") or 32
+    beta_slow = config.scaling.get("beta_slow") or 1
+
+    def dimension_of(turns: float) -> float:
+        """Which frequency makes this many turns over the original length."""
+        wavelength = config.original_max_position_embeddings / (turns * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(beta_fast), dimension_of(beta_slow)
+    if config.scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001
+    interpolate = ((torch.arange(dim // 2).float() - low) / width).clamp(0.0, 1.0)
+    frequencies = config.theta ** _exponents(dim)
+    inv_freq = interpolate / (factor * frequencies) + (1.0 - interpolate) / frequencies
+    return inv_freq, _yarn_attention_factor(config, factor)
+
+
+def _yarn_attention_factor(config: RopeConfig, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+    if config.scaling.get("attention_factor") is not None:
+        return config.number("attention_factor")
+    if config.scaling.get("mscale") and config.scaling.get("mscale_all_dim"):
+        return mscale(config.number("mscale")) / mscale(config.number("mscale_all_dim"))
+    return mscale(1.0)
+
+
+def _longrope(config: RopeConfig, dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+    original = config.original_max_position_embeddings
+    divisors = config.numbers(
+        "long_factor" if max_model_len > original else "short_factor", dim // 2
+    )
+    inv_freq = 1.0 / (divisors * config.theta ** _exponents(dim))
+    if config.scaling.get("attention_factor") is not None:
+        return inv_freq, config.number("attention_factor")
+    if config.scaling.get("factor") is not None:
+        factor = config.number("factor")
+    else:
+        factor = config.max_position_embeddings / original
+    attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return inv_freq, attention_factor
+
+
+_SCALINGS: dict[str, Callable[[RopeConfig, int, int], tuple[torch.Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,50 @@
+"""What a layer wants from a checkpoint.
+
+A layer that merges several tensors of a checkpoint into one parameter says so where it is defined;
+the loader only matches names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.quantization.dequantize import dequantize
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """A place for one tensor of a checkpoint."""
+
+    name: str
+    """Hugging Face name of the tensor."""
+    shape: tuple[int, ...]
+    load: Callable[[RawTensor], None]
+    """Puts the tensor there; its shape has been checked."""
+
+
+@runtime_checkable
+class HasWeights(Protocol):
+    """A layer with weights of its own."""
+
+    def weight_slots(self, prefix: str) -> Iterable[WeightSlot]:
+        """Its slots; `prefix` is the module's own name in the tree, such as `model.norm`."""
+        ...
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    """A parameter to be filled by the loader; needs no gradient."""
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def parameter_slot(name: str, parameter: torch.Tensor) -> WeightSlot:
+    """A slot that is `parameter` (or a part of one), filled with plain values."""
+
+    def load(raw: RawTensor) -> None:
+        parameter.copy_(dequantize(raw, parameter.dtype))
+
+    return WeightSlot(name, tuple(parameter.shape), load)
