@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -39,4 +39,14 @@ class CausalLM(Protocol):
 
     def attention_layers(self) -> Mapping[str, Attention]:
         """Every attention layer by its name, in order of depth."""
+        ...
+
+
+class CausalLMClass(Protocol):
+    """How the loader makes a model: every family's class is called like this."""
+
+    def __call__(
+        self, hf_config: Mapping[str, Any], *, dtype: torch.dtype, max_model_len: int
+    ) -> CausalLM:
+        """Allocate the model's parameters. Raises `ConfigError` for a config it cannot serve."""
         ...

@@ -1,0 +1,152 @@
+"""From a checkpoint to a model whose weights are in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokenmill.checkpoint.checkpoint import Checkpoint
+from tokenmill.config.engine_config import ModelConfig
+from tokenmill.errors import CheckpointError
+from tokenmill.layers.weights import HasWeights, WeightSlot
+from tokenmill.models.base import CausalLM
+from tokenmill.models.registry import get_model_class
+from tokenmill.quantization.dequantize import dequantize
+
+logger = logging.getLogger(__name__)
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".position_ids", ".attn.bias", ".attn.masked_bias")
+"""Tensors that old checkpoints hold although they follow from the config."""
+MAX_LISTED = 8
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of the checkpoint done so far, and in total."""
+
+
+def load_model(
+    model_config: ModelConfig,
+    checkpoint: Checkpoint,
+    on_progress: Progress = lambda done, total: None,
+) -> CausalLM:
+    """Build the model on the CPU and fill it, in evaluation mode and without gradients.
+
+    Memory holds the weights once, and one tensor more while it is converted. Raises
+    `CheckpointError` that lists every tensor which is missing, unexpected or of a wrong shape, and
+    `ConfigError` for a config that the model's family cannot serve.
+    """
+    hf_config = {
+        **model_config.hf_config,
+        "tie_word_embeddings": _has_tied_head(model_config.hf_config, checkpoint),
+    }
+    model = get_model_class(model_config.architecture)(
+        hf_config,
+        dtype=getattr(torch, model_config.dtype),
+        max_model_len=model_config.max_model_len,
+    )
+    assert isinstance(model, nn.Module)
+    slots = [
+        slot
+        for prefix, module in model.named_modules()
+        if isinstance(module, HasWeights)
+        for slot in module.weight_slots(prefix)
+    ]
+    skipped = {HEAD} if hf_config["tie_word_embeddings"] else set()
+    _check_names_and_shapes(slots, checkpoint, skipped)
+    _fill(slots, checkpoint, on_progress)
+    model.eval()
+    return model
+
+
+@torch.inference_mode()
+def _fill(slots: list[WeightSlot], checkpoint: Checkpoint, on_progress: Progress) -> None:
+    done, total = 0, checkpoint.num_bytes
+    on_progress(done, total)
+    for slot in slots:
+        raw = checkpoint.read(slot.name)
+        slot.load(raw)
+        done += raw.data.numel()
+        on_progress(done, total)
+    on_progress(total, total)
+
+
+def _has_tied_head(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
+    """Whether the head is the embedding; against the config, the checkpoint is right."""
+    tied = bool(hf_config.get("tie_word_embeddings", False))
+    if HEAD not in checkpoint.tensor_shapes:
+        if not tied:
+            logger.warning(
+                "The config has tie_word_embeddings=false, but the checkpoint has no %s;"
+                " the embedding serves as head.",
+                HEAD,
+            )
+        return True
+    if tied and not _same_values(checkpoint, HEAD, EMBEDDING):
+        logger.warning(
+            "The config has tie_word_embeddings=true, but the checkpoint's %s differs from the"
+            " embedding; it is kept as head.",
+            HEAD,
+        )
+        return False
+    return tied
+
+
+def _same_values(checkpoint: Checkpoint, *names: str) -> bool:
+    shapes = [checkpoint.tensor_shapes.get(name) for name in names]
+    if shapes[0] != shapes[1]:
+        return False
+    first, second = (checkpoint.read(name) for name in names)
+    if first.format == second.format:
+        return torch.equal(first.data, second.data)
+    return torch.equal(dequantize(first, torch.float32), dequantize(second, torch.float32))
+
+
+@dataclass(slots=True)
+class _Faults:
+    """What is wrong with a checkpoint, by kind."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+
+    def raise_if_any(self, checkpoint: Checkpoint) -> None:
+        kinds = [
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of a wrong shape", self.misshapen),
+        ]
+        found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds if names]
+        if found:
+            raise CheckpointError(
+                f"The tensors of {checkpoint.path} do not fit its config. {'. '.join(found)}."
+                f" The file may be incomplete, or its config may name another architecture."
+            )
+
+
+def _listed(names: list[str]) -> str:
+    more = [f"and {len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
+    return ", ".join([*names[:MAX_LISTED], *more])
+
+
+def _check_names_and_shapes(
+    slots: list[WeightSlot], checkpoint: Checkpoint, skipped: set[str]
+) -> None:
+    shapes = checkpoint.tensor_shapes
+    wanted = {slot.name for slot in slots} | skipped
+    faults = _Faults(
+        unexpected=[
+            name for name in shapes if name not in wanted and not name.endswith(DERIVED_SUFFIXES)
+        ]
+    )
+    for slot in slots:
+        if slot.name not in shapes:
+            faults.missing.append(slot.name)
+        elif tuple(shapes[slot.name]) != slot.shape:
+            faults.misshapen.append(f"{slot.name} {shapes[slot.name]} for {slot.shape}")
+    faults.raise_if_any(checkpoint)
