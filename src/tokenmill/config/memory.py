@@ -19,10 +19,10 @@ from tokenmill.config.machine import Machine
 from tokenmill.config.parameters import ModelParameters
 
 RESERVE_BYTES = 512 << 20
-_LOGITS_ROWS = 64
-"""Logits are made in slabs of so many rows."""
+_SLAB_ROWS = 64
+"""Log-probabilities of prompts are made in slabs of so many rows."""
 _LOGITS_COPIES = 4
-"""Raw, masked, filtered and noisy logits live at the same time."""
+"""Raw, masked, filtered and noisy logits of a row live at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ def kv_bytes_per_token(parameters: ModelParameters, dtype: str) -> int:
 def workspace_bytes(parameters: ModelParameters, shape: StepShape) -> int:
     """Bytes of a step's buffers: float32 activations, logits, and the rows' token tables."""
     activations = 8 * parameters.hidden_size + 3 * parameters.intermediate_size
-    logits = _LOGITS_ROWS * _LOGITS_COPIES * parameters.vocab_size
+    logits_rows = _SLAB_ROWS + _LOGITS_COPIES * shape.max_num_seqs
+    logits = logits_rows * parameters.vocab_size
     tables = shape.max_num_seqs * shape.max_model_len
     return 4 * (shape.max_num_batched_tokens * activations + logits + tables)
 

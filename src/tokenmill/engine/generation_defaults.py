@@ -62,7 +62,7 @@ def default_sampling_params(config: Mapping[str, Any]) -> SamplingParams:
 
 
 def end_token_ids(*sources: object) -> tuple[int, ...]:
-    """Every id that ends a text: the union of the sources, in order, each an id, a list, or None."""
+    """Every id that ends a text: the union of the sources, each an id, a list, or None."""
     found: dict[int, None] = {}
     for source in sources:
         values = source if isinstance(source, Iterable) else [source]

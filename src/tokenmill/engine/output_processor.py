@@ -90,7 +90,7 @@ class _Sequence:
         return stopped_early
 
     def snapshot(self) -> CompletionOutput:
-        """This sequence as the user is to see it now."""
+        """The sequence as the user is to see it now."""
         delta = self.kind is RequestOutputKind.DELTA
         token_ids = self.detokenizer.token_ids
         first = self._num_tokens_sent if delta else 0

@@ -1,4 +1,4 @@
-"""Core outputs to what the user sees: text, stop strings, deltas, `n`, aborts, log-probabilities."""
+"""Core outputs to what the user sees: text, stop strings, deltas, `n`, aborts, logprobs."""
 
 from __future__ import annotations
 
