@@ -122,6 +122,13 @@ def test_ctrl_c_aborts_and_still_gives_figures():
     assert result.llm.closed
 
 
+def test_a_refused_prompt_has_no_figures():
+    result = run_cli("generate", "too long")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines()[1:] == ["error: prompt: too long."]
+
+
 def test_engine_flags_reach_the_engine():
     result = run_cli(
         *("generate", "a", "-m", "my/model", "--max-model-len", "-1", "--no-enable-prefix-caching"),

@@ -127,9 +127,10 @@ class Conversation:
         try:
             self._stream(prompt, pieces, tally)
         finally:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-            if not self._quiet:
+            if pieces:
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+            if pieces and not self._quiet:
                 self._console.print(tally.line(), style="dim")
             if pieces and "error" not in tally.finish_reasons:
                 self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]

@@ -88,7 +88,7 @@ def generate(
         try:
             (_print_json if json else _print_text)(llm, texts, given, tally)
         finally:
-            if not quiet:
+            if tally.num_sequences and not quiet:
                 console.print(tally.line(), style="dim")
     return 0
 
