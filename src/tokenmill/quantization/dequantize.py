@@ -19,16 +19,22 @@ import torch
 from tokenmill.checkpoint.checkpoint import RawTensor
 from tokenmill.errors import CheckpointError
 
-_SLAB_VALUES = 1 << 18
-"""Values worked on at a time; the temporaries of a slab stay in the caches."""
+_SLAB_VALUES = (1 << 15) - 256
+"""Values worked on at a time.
+
+A slab's temporaries stay in the caches, and it is just below the size from which torch forks and
+joins its threads for every operation: that gains little here, and on busy cores each join waits for
+a thread that is not running.
+"""
 
 
 def dequantize(raw: RawTensor, dtype: torch.dtype) -> torch.Tensor:
     """The values of `raw` in `dtype`, shape `raw.shape`, rows in Hugging Face's order.
 
     Each value is the float32 value of the format, rounded once. A plain tensor that needs no
-    conversion is returned as a view of the mapped file. Raises `CheckpointError` if the format is
-    not supported.
+    conversion is returned as a view of the mapped file. Runs on the calling thread, which leaves
+    the interpreter to others most of the time. Raises `CheckpointError` if the format is not
+    supported.
     """
     if raw.format in _PLAIN:
         return rows_in_order(raw).view(_PLAIN[raw.format]).view(raw.shape).to(dtype)
