@@ -471,8 +471,14 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert None not in rows
     assert len(rows) == len(set(rows)) <= scheduler.config.max_num_seqs
     assert len(running) + len(scheduler.waiting) == len(scheduler.requests)
-    for request in running:
-        _check_counters(request)
+    for request in scheduler.requests.values():
+        if request.is_running:
+            _check_counters(request)
+        else:  # a waiting request holds nothing but its tokens
+            assert request.row is None
+            assert request.num_computed_tokens == request.num_settled_tokens == 0
+            assert request.num_output_placeholders == 0
+            assert request.draft_token_ids == []
 
 
 def _check_counters(request: Request) -> None:
