@@ -59,10 +59,10 @@ class SamplingParams(
     """
 
     n: int = 1
-    """Number of sequences for the prompt, 1 to `MAX_N`. Sequence 0 uses `seed`, the others seeds
+    """Number of sequences for the prompt, 1 to 16384. The first uses `seed`, the others seeds
     derived from it."""
     temperature: float = 1.0
-    """0 (greedy) to 2. Below `GREEDY_EPSILON` greedy, up to `MIN_TEMPERATURE` raised to that."""
+    """0 (always the best token) to 2. Below 0.00001 counts as 0, from there to 0.01 as 0.01."""
     top_p: float = 1.0
     """Smallest set of tokens with this much probability; in (0, 1], 1 is off."""
     top_k: int = 0
@@ -72,7 +72,7 @@ class SamplingParams(
     seed: int | None = None
     """The whole of a request's randomness. None or -1: the engine chooses one."""
     stop: list[str] | None = None
-    """Strings that end the text (at most `MAX_STOP_STRINGS`). A bare string counts as a list."""
+    """Strings that end the text, at most 64 of up to 1024 characters; one may come as it is."""
     stop_token_ids: list[int] | None = None
     """Ids that end the sequence, besides the model's own end ids."""
     include_stop_str_in_output: bool = False

@@ -6,11 +6,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenmill.entrypoints.cli.flags import field_docs
 from tokenmill.errors import InvalidRequestError, UnknownArgumentError
 from tokenmill.sampling_params import (
+    GREEDY_EPSILON,
+    MAX_N,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MIN_TEMPERATURE,
     RequestOutputKind,
     SamplingParams,
 )
@@ -136,3 +140,12 @@ def test_they_travel_unchanged() -> None:
     wire = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(wire, type=SamplingParams) == params
     assert len(wire) < 50  # defaults are left out
+
+
+def test_the_texts_of_the_fields_name_the_limits_in_force() -> None:
+    docs = field_docs(SamplingParams)
+    assert str(MAX_N) in docs["n"]
+    assert str(MIN_TEMPERATURE) in docs["temperature"]
+    assert f"{GREEDY_EPSILON:.5f}" in docs["temperature"]
+    assert str(MAX_STOP_STRINGS) in docs["stop"]
+    assert str(MAX_STOP_LENGTH) in docs["stop"]
