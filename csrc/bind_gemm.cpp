@@ -114,26 +114,15 @@ OutputRows output_rows(const Tensor& out, std::size_t m, int n, const std::optio
   return {out.data(), out.stride(0), is_bf16(out), bias ? bias->data() : nullptr};
 }
 
-// Codes, scales, scaled sums and sums behind one another in one buffer, each [m, ...] as in
-// QuantizedRows, from a cache line on.
-struct QuantizedLayout {
-  std::size_t scales, scaled_sums, sums, total;
-
-  QuantizedLayout(std::size_t m, std::size_t k) {
-    const std::size_t table = round_up(m * (k / kStep) * sizeof(float), kCacheLine);
-    scales = round_up(m * k, kCacheLine);
-    scaled_sums = scales + table;
-    sums = scaled_sums + table;
-    total = sums + table;
-  }
-
-  QuantizedRows rows(const std::uint8_t* data) const {
-    auto* base = const_cast<std::uint8_t*>(data);
-    return {reinterpret_cast<std::int8_t*>(base), reinterpret_cast<float*>(base + scales),
-            reinterpret_cast<float*>(base + scaled_sums),
-            reinterpret_cast<std::int32_t*>(base + sums)};
-  }
-};
+// Quantised rows in a buffer of bytes; see QuantizedGroup for the layout.
+QuantizedRows quantized_rows(const std::uint8_t* data, std::size_t num_bytes, int m, int k) {
+  check_groups(k);
+  check_bytes(num_bytes, QuantizedRows::num_bytes(m, k), "quantized");
+  check(reinterpret_cast<std::uintptr_t>(data) % alignof(QuantizedGroup) == 0, "quantized",
+        "aligned to 64 bytes");
+  auto* groups = reinterpret_cast<QuantizedGroup*>(const_cast<std::uint8_t*>(data));
+  return {groups, k / kStep};
+}
 
 void bind_machine(nb::module_& module) {
   module.def("detected_isa", [] { return isa_name(detected_isa()); });
@@ -234,29 +223,28 @@ void bind_products(nb::module_& module) {
               weights, target);
   }, nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("out"),
      nb::arg("bias").none());
-  module.def("quantized_layout", [](std::size_t m, std::size_t k) {
-    const QuantizedLayout layout(m, k);
-    return nb::make_tuple(layout.scales, layout.scaled_sums, layout.sums, layout.total);
+  module.def("quantized_bytes", [](std::int64_t rows, std::int64_t columns) {
+    const int m = dimension(rows, "m"), k = dimension(columns, "k");
+    check_groups(k);
+    return QuantizedRows::num_bytes(m, k);
   });
   module.def("quantize_rows", [](const ReadTensor& x, Bytes quantized) {
     check(x.ndim() == 2 && (is_bf16(x) || is_float32(x)), "x", "a bfloat16 or float32 matrix");
     check_matrix(x, "x", x.shape(1));
     const int m = dimension(x.shape(0), "m"), k = dimension(x.shape(1), "k");
-    check_groups(k);
-    const QuantizedLayout layout(m, k);
-    check_bytes(quantized.size(), layout.total, "quantized");
+    const QuantizedRows out = quantized_rows(quantized.data(), quantized.size(), m, k);
     Unlocked unlocked;
-    quantize_rows({x.data(), x.stride(0), is_bf16(x)}, m, k, layout.rows(quantized.data()));
+    quantize_rows({x.data(), x.stride(0), is_bf16(x)}, m, out);
   });
-  module.def("gemm_blocks", [](const ReadBytes& quantized, std::int64_t m, const ReadBytes& packed,
-                               const std::string& type, std::int64_t n, std::int64_t k, Tensor out,
-                               std::optional<Bias> bias) {
+  module.def("gemm_blocks", [](const ReadBytes& quantized, std::int64_t rows,
+                               const ReadBytes& packed, const std::string& type, std::int64_t n,
+                               std::int64_t k, Tensor out, std::optional<Bias> bias) {
     const BlockWeights weights = block_weights(packed, type, n, k);
-    const QuantizedLayout layout(dimension(m, "m"), weights.k);
-    check_bytes(quantized.size(), layout.total, "quantized");
+    const int m = dimension(rows, "m");
+    const QuantizedRows x = quantized_rows(quantized.data(), quantized.size(), m, weights.k);
     const OutputRows target = output_rows(out, m, weights.n, bias);
     Unlocked unlocked;
-    gemm_blocks(layout.rows(quantized.data()), static_cast<int>(m), weights, target);
+    gemm_blocks(x, m, weights, target);
   }, nb::arg("quantized"), nb::arg("m"), nb::arg("packed"), nb::arg("type"), nb::arg("n"),
      nb::arg("k"), nb::arg("out"), nb::arg("bias").none());
 }

@@ -10,6 +10,9 @@
 #include <cstdint>
 #include <cstring>
 
+// For parts of a loop whose arrays must stay in registers.
+#define TOKENMILL_INLINE __attribute__((always_inline)) inline
+
 namespace tokenmill {
 
 using bf16 = std::uint16_t;  // upper half of a float

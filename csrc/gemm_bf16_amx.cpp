@@ -52,13 +52,13 @@ void multiply(const bf16* x, std::int64_t stride, const bf16* panel, int num_ste
   for (int step = 0; step < num_steps; ++step) {
     const bf16* columns = panel + step * kStepValues;
     if constexpr (Prefetch) prefetch_step(columns);
-    load_tile<6>(columns, kRowBytes);
     load_tile<4>(x + step * kStep, stride_bytes);
-    multiply_bf16<0, 4, 6>();
+    load_tile<6>(columns, kRowBytes);
     load_tile<7>(columns + kHalfValues, kRowBytes);
+    if constexpr (TwoTiles) load_tile<5>(x + step * kStep + kTile * stride, stride_bytes);
+    multiply_bf16<0, 4, 6>();
     multiply_bf16<1, 4, 7>();
     if constexpr (TwoTiles) {
-      load_tile<5>(x + step * kStep + kTile * stride, stride_bytes);
       multiply_bf16<2, 5, 6>();
       multiply_bf16<3, 5, 7>();
     }

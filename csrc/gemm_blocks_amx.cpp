@@ -1,16 +1,15 @@
-// Block products with AMX: eight rows times the two halves of a panel, group by group.
+// Block products with AMX: sixteen rows times half a panel, group by group.
 //
 // A tile product gives the exact integers of one group, and AVX-512 scales and adds them up; the
 // latter is the longer part. So that both run at the same time, the integers of a group go through
-// memory, and are read while the tiles work at the next one.
+// memory, two groups after they were computed, and are read when another group has passed: tiles
+// are not renamed, and nothing waits for a product or a store that has just begun.
 //
-//                  tmm6   tmm7      codes of the group, 8 quads x 16 columns each
-//     even   tmm4  tmm0   tmm1      8 rows of x, 32 values along K
-//     odd    tmm5  tmm2   tmm3
+//     tmm0..3    integers of four groups in turn
+//     tmm4, 5    16 rows of x, 32 values along K
+//     tmm6, 7    codes of the weights, 8 quads x 16 columns
 //
 // A panel is unpacked once (4-bit codes to 8-bit, scales to float32) and used for all rows.
-#include <type_traits>
-
 #include "common.h"
 #include "gemm_kernels.h"
 #include "gemm_store.h"
@@ -20,24 +19,24 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kRows = 8;
-constexpr int kFewestRows = 4;  // below this the tiles' fixed cost is higher than AVX-512's work
+constexpr int kRows = QuantizedGroup::kRows;
+constexpr int kFewestRows = 6;  // below this the tiles' fixed cost is higher than AVX-512's work
 constexpr int kQuads = kStep / 4;
 constexpr int kHalfBytes = kHalf * kStep;  // of 8-bit codes
 
-// A panel as the tiles want it.
-struct Panel {
+// Half a panel as the tiles want it.
+struct HalfPanel {
   const std::int8_t* codes;
-  std::size_t group_stride;   // bytes from one group's codes to the next
-  const float* scales;        // [num_groups, 32]
-  const float* minimums;      // [num_groups, 32]
-  const char* next;           // packed panel that will be needed next
-  std::size_t next_stride;    // its bytes per group
+  std::size_t group_stride;  // bytes from one group's codes to the next
+  const float* scales;       // [num_groups, 16]
+  const float* minimums;     // [num_groups, 16]
+  const char* next;          // what will be read from memory next
+  int next_lines;            // so many cache lines of it for each group, or 0
 };
 
 struct Scratch {
-  std::int8_t* codes;
-  float* scales;
+  std::int8_t* codes;   // [num_groups, 2 halves, 8 quads, 16 columns, 4 values]
+  float* scales;        // [2 halves, num_groups, 16]
   float* minimums;
 
   explicit Scratch(int num_groups) {
@@ -65,33 +64,57 @@ void unpack_codes(const std::uint8_t* group, int zero, std::int8_t* codes) {
   }
 }
 
-void unpack_scales(const fp16* halves, float* floats) {
-  for (int half = 0; half < 2; ++half)
-    _mm512_store_ps(floats + half * kHalf,
-                    _mm512_cvtph_ps(_mm256_load_si256(
-                        reinterpret_cast<const __m256i*>(halves + half * kHalf))));
+void unpack_scales(const fp16* halves, float* low, float* high) {
+  const __m256i* both = reinterpret_cast<const __m256i*>(halves);
+  _mm512_store_ps(low, _mm512_cvtph_ps(_mm256_load_si256(both)));
+  _mm512_store_ps(high, _mm512_cvtph_ps(_mm256_load_si256(both + 1)));
 }
 
-Panel unpack(const std::uint8_t* packed, const BlockFormat& format, int num_groups,
-             const Scratch& scratch) {
-  const std::size_t group_bytes = format.group_bytes();
-  for (int g = 0; g < num_groups; ++g) {
-    const std::uint8_t* group = packed + g * group_bytes;
-    if (format.bits == 4) unpack_codes(group, format.zero, scratch.codes + g * 2 * kHalfBytes);
-    const fp16* scales = reinterpret_cast<const fp16*>(group + format.code_bytes());
-    unpack_scales(scales, scratch.scales + g * kPanel);
-    if (format.has_minimum) unpack_scales(scales + kPanel, scratch.minimums + g * kPanel);
+class Panel {
+ public:
+  Panel(const std::uint8_t* packed, const BlockFormat& format, int num_groups,
+        const Scratch& scratch)
+      : packed_(packed), format_(format), num_groups_(num_groups), scratch_(scratch) {
+    const std::size_t group_bytes = format.group_bytes();
+    for (int g = 0; g < num_groups; ++g) {
+      const std::uint8_t* group = packed + g * group_bytes;
+      if (format.bits == 4) unpack_codes(group, format.zero, scratch.codes + g * 2 * kHalfBytes);
+      const fp16* scales = reinterpret_cast<const fp16*>(group + format.code_bytes());
+      float* low = scratch.scales + g * kHalf;
+      unpack_scales(scales, low, low + num_groups * kHalf);
+      if (format.has_minimum) {
+        low = scratch.minimums + g * kHalf;
+        unpack_scales(scales + kPanel, low, low + num_groups * kHalf);
+      }
+    }
   }
-  const char* next = reinterpret_cast<const char*>(packed + num_groups * group_bytes);
-  if (format.bits == 4)
-    return {scratch.codes, 2 * kHalfBytes, scratch.scales, scratch.minimums, next, group_bytes};
-  return {reinterpret_cast<const std::int8_t*>(packed), group_bytes, scratch.scales,
-          scratch.minimums, next, group_bytes};
-}
+
+  // With `prefetch`, each half fetches half of the next panel while it is multiplied.
+  HalfPanel half(int half, bool prefetch) const {
+    const std::size_t group_bytes = format_.group_bytes();
+    const bool unpacked = format_.bits == 4;
+    const auto* codes =
+        unpacked ? scratch_.codes : reinterpret_cast<const std::int8_t*>(packed_);
+    const int lines = ceil_div(static_cast<int>(group_bytes / kCacheLine), 2);
+    const std::uint8_t* next = packed_ + num_groups_ * group_bytes;
+    return {codes + half * kHalfBytes,
+            unpacked ? 2 * kHalfBytes : group_bytes,
+            scratch_.scales + half * num_groups_ * kHalf,
+            scratch_.minimums + half * num_groups_ * kHalf,
+            reinterpret_cast<const char*>(next) + half * num_groups_ * lines * kCacheLine,
+            prefetch ? lines : 0};
+  }
+
+ private:
+  const std::uint8_t* packed_;
+  const BlockFormat& format_;
+  int num_groups_;
+  const Scratch& scratch_;
+};
 
 void use_shapes(int num_rows) {
   TileShapes shapes;
-  for (int sums = 0; sums < 4; ++sums) shapes.set(sums, num_rows, 64);
+  for (int integers = 0; integers < 4; ++integers) shapes.set(integers, num_rows, 64);
   shapes.set(4, num_rows, kStep);
   shapes.set(5, num_rows, kStep);
   shapes.set(6, kQuads, 64);
@@ -100,128 +123,96 @@ void use_shapes(int num_rows) {
 }
 
 struct alignas(64) Integers {
-  std::int32_t values[2][kRows][kHalf];
+  std::int32_t values[kRows][kHalf];
 };
 
-template <int Odd>
-void multiply_group(const std::int8_t* x, std::int64_t stride, const std::int8_t* codes,
-                    Integers& integers) {
-  load_tile<4 + Odd>(x, stride);
-  load_tile<6>(codes, 64);
-  load_tile<7>(codes + kHalfBytes, 64);
-  zero_tile<2 * Odd>();
-  zero_tile<2 * Odd + 1>();
-  multiply_int8<2 * Odd, 4 + Odd, 6>();
-  multiply_int8<2 * Odd + 1, 4 + Odd, 7>();
-  store_tile<2 * Odd>(integers.values[0], 64);
-  store_tile<2 * Odd + 1>(integers.values[1], 64);
+template <int Tile>
+TOKENMILL_INLINE void multiply_group(const QuantizedGroup& x, const std::int8_t* codes) {
+  constexpr int kX = 4 + Tile % 2, kCodes = 6 + Tile % 2;
+  load_tile<kX>(x.codes, kStep);
+  load_tile<kCodes>(codes, 64);
+  zero_tile<Tile>();
+  multiply_int8<Tile, kX, kCodes>();
 }
 
 template <int Rows, bool HasMinimum>
-inline void add_group(const Integers& integers, const float* scales, const float* minimums,
-                      const float* x_scales, const float* x_scaled_sums, int num_groups,
-                      __m512 (&sums)[Rows][2]) {
-  const __m512 scale[2] = {_mm512_load_ps(scales), _mm512_load_ps(scales + kHalf)};
-  __m512 minimum[2];
-  if constexpr (HasMinimum) {
-    minimum[0] = _mm512_load_ps(minimums);
-    minimum[1] = _mm512_load_ps(minimums + kHalf);
-  }
-#pragma GCC unroll 8
+TOKENMILL_INLINE void add_group(const Integers& integers, const float* scales, const float* minimums,
+                      const QuantizedGroup& x, __m512 (&sums)[Rows]) {
+  const __m512 scale = _mm512_load_ps(scales);
+  const __m512 minimum = HasMinimum ? _mm512_load_ps(minimums) : _mm512_setzero_ps();
+#pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
-    const __m512 x_scale = _mm512_set1_ps(x_scales[r * num_groups]);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m512 exact = _mm512_cvtepi32_ps(_mm512_load_si512(integers.values[half][r]));
-      sums[r][half] = _mm512_fmadd_ps(exact, _mm512_mul_ps(scale[half], x_scale), sums[r][half]);
-    }
-    if constexpr (HasMinimum) {
-      const __m512 x_sum = _mm512_set1_ps(x_scaled_sums[r * num_groups]);
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half)
-        sums[r][half] = _mm512_fmadd_ps(minimum[half], x_sum, sums[r][half]);
-    }
+    const __m512 exact = _mm512_cvtepi32_ps(_mm512_load_si512(integers.values[r]));
+    const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[r]));
+    sums[r] = _mm512_fmadd_ps(exact, both, sums[r]);
+    if constexpr (HasMinimum)
+      sums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x.scaled_sums[r]), sums[r]);
   }
 }
 
-template <int Rows, bool HasMinimum, bool Prefetch>
-void multiply_rows(const QuantizedRows& x, int row, int num_groups, const Panel& panel,
-                   const PanelOutput& out) {
-  const std::int64_t stride = std::int64_t{num_groups} * kStep;
-  const std::int8_t* codes = x.codes + row * stride;
-  const float* x_scales = x.scales + std::int64_t{row} * num_groups;
-  const float* x_scaled_sums = x.scaled_sums + std::int64_t{row} * num_groups;
-  Integers integers[2];
-  __m512 sums[Rows][2];
-  for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+constexpr int kStoreLag = 2, kAddLag = 3;
 
-  const auto multiply = [&](int g, auto parity) {
-    if constexpr (Prefetch)
-      for (std::size_t at = 0; at < panel.next_stride; at += kCacheLine)
-        _mm_prefetch(panel.next + g * panel.next_stride + at, _MM_HINT_T0);
-    multiply_group<decltype(parity)::value>(codes + g * kStep, stride,
-                                         panel.codes + g * panel.group_stride,
-                                         integers[decltype(parity)::value]);
-  };
-  const auto add = [&](int g) {
-    add_group<Rows, HasMinimum>(integers[g & 1], panel.scales + g * kPanel,
-                                panel.minimums + g * kPanel, x_scales + g, x_scaled_sums + g,
-                                num_groups, sums);
-  };
-  const std::integral_constant<int, 0> even;
-  const std::integral_constant<int, 1> odd;
-  if (num_groups > 0) multiply(0, even);
-  int g = 1;
-  for (; g + 1 < num_groups; g += 2) {
-    multiply(g, odd);
-    add(g - 1);
-    multiply(g + 1, even);
-    add(g);
-  }
+// Multiplies group g, stores the integers of an earlier one, adds those of a still earlier one.
+template <int Tile, bool HasMinimum, int Rows>
+TOKENMILL_INLINE void stage(int g, int num_groups, const QuantizedGroup* x, const HalfPanel& panel,
+                            Integers (&integers)[4], __m512 (&sums)[Rows]) {
+  constexpr int kStored = (Tile + 4 - kStoreLag) % 4, kAdded = (Tile + 4 - kAddLag) % 4;
+  const int stored = g - kStoreLag, added = g - kAddLag;
   if (g < num_groups) {
-    multiply(g, odd);
-    add(g - 1);
-    ++g;
+    for (int line = 0; line < panel.next_lines; ++line)
+      _mm_prefetch(panel.next + (g * panel.next_lines + line) * kCacheLine, _MM_HINT_T0);
+    multiply_group<Tile>(x[g], panel.codes + g * panel.group_stride);
   }
-  if (num_groups > 0) add(g - 1);
-  for (int r = 0; r < Rows; ++r) {
-    out.store(row + r, 0, sums[r][0]);
-    out.store(row + r, 1, sums[r][1]);
-  }
+  if (stored >= 0 && stored < num_groups) store_tile<kStored>(integers[kStored].values, 64);
+  if (added >= 0 && added < num_groups)
+    add_group<Rows, HasMinimum>(integers[kAdded], panel.scales + added * kHalf,
+                                panel.minimums + added * kHalf, x[added], sums);
 }
 
+// Rows of one block times half a panel.
 template <int Rows, bool HasMinimum>
-void multiply_tail(int num_rows, const QuantizedRows& x, int row, int num_groups,
-                   const Panel& panel, const PanelOutput& out) {
+void multiply_half(const QuantizedGroup* x, int num_groups, const HalfPanel panel, int row,
+                   int half, const PanelOutput& out) {
+  Integers integers[4];
+  __m512 sums[Rows];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) sums[r] = _mm512_setzero_ps();
+  for (int g = 0; g < num_groups + kAddLag; g += 4) {
+    stage<0, HasMinimum>(g, num_groups, x, panel, integers, sums);
+    stage<1, HasMinimum>(g + 1, num_groups, x, panel, integers, sums);
+    stage<2, HasMinimum>(g + 2, num_groups, x, panel, integers, sums);
+    stage<3, HasMinimum>(g + 3, num_groups, x, panel, integers, sums);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) out.store(row + r, half, sums[r]);
+}
+
+// Finds the product for `num_rows` rows, kFewestRows to Rows.
+template <int Rows, bool HasMinimum>
+void multiply_rows(int num_rows, const QuantizedRows& x, int row, const Panel& panel,
+                   bool prefetch, const PanelOutput& out) {
   if constexpr (Rows >= kFewestRows) {
-    if (num_rows == Rows)
-      return multiply_rows<Rows, HasMinimum, true>(x, row, num_groups, panel, out);
-    multiply_tail<Rows - 1, HasMinimum>(num_rows, x, row, num_groups, panel, out);
+    if (num_rows < Rows)
+      return multiply_rows<Rows - 1, HasMinimum>(num_rows, x, row, panel, prefetch, out);
+    for (int half = 0; half < 2; ++half)
+      multiply_half<Rows, HasMinimum>(x.block_of(row), x.num_groups, panel.half(half, prefetch),
+                                      row, half, out);
   }
 }
 
 template <bool HasMinimum>
 void multiply_panels(const QuantizedRows& x, Range rows, const BlockWeights& weights, Range panels,
                      const OutputRows& out) {
-  const int num_groups = weights.k / kStep;
-  const std::size_t panel_bytes = num_groups * weights.format.group_bytes();
-  const int full_end = rows.end - (rows.end - rows.begin) % kRows;
-  const int tail = rows.end - full_end;
-  const Scratch scratch(num_groups);
+  const std::size_t panel_bytes = x.num_groups * weights.format.group_bytes();
+  const Scratch scratch(x.num_groups);
+  int shape = 0;
   for (int p = panels.begin; p < panels.end; ++p) {
-    const Panel panel =
-        unpack(weights.data + p * panel_bytes, weights.format, num_groups, scratch);
+    const Panel panel(weights.data + p * panel_bytes, weights.format, x.num_groups, scratch);
     const PanelOutput target(out, weights.n, p);
-    int row = rows.begin;
-    if (row < full_end) {
-      use_shapes(kRows);
-      multiply_rows<kRows, HasMinimum, true>(x, row, num_groups, panel, target);
-      for (row += kRows; row < full_end; row += kRows)
-        multiply_rows<kRows, HasMinimum, false>(x, row, num_groups, panel, target);
-    }
-    if (tail > 0) {
-      use_shapes(tail);
-      multiply_tail<kRows - 1, HasMinimum>(tail, x, row, num_groups, panel, target);
+    for (int row = rows.begin; row < rows.end; row += kRows) {
+      const int num_rows = min_of(kRows, rows.end - row);
+      if (num_rows != shape) use_shapes(shape = num_rows);
+      multiply_rows<kRows, HasMinimum>(num_rows, x, row, panel, row == rows.begin, target);
     }
   }
   release_tiles();

@@ -9,7 +9,7 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kRows = 4;
+constexpr int kRows = 4;  // divides QuantizedGroup::kRows, so that they lie in one block
 constexpr int kQuads = kStep / 4;
 constexpr int kAhead = 8;  // groups that the prefetch runs ahead
 
@@ -58,8 +58,9 @@ template <int Rows, int Bits, bool HasMinimum>
 void multiply_rows(const QuantizedRows& x, int row, const BlockWeights& weights,
                    const std::uint8_t* panel, const PanelOutput& out) {
   const BlockFormat format = weights.format;
-  const int num_groups = weights.k / kStep;
+  const int num_groups = x.num_groups;
   const std::size_t group_bytes = format.group_bytes();
+  const int first = row % QuantizedGroup::kRows;
   const int zero = Bits == 8 ? 128 : format.zero;
   __m512 sums[Rows][2];
   for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
@@ -68,12 +69,12 @@ void multiply_rows(const QuantizedRows& x, int row, const BlockWeights& weights,
     for (std::size_t at = 0; at < group_bytes; at += kCacheLine)
       _mm_prefetch(reinterpret_cast<const char*>(group + kAhead * group_bytes + at), _MM_HINT_T0);
 
+    const QuantizedGroup& x_group = x.block_of(row)[g];
     const std::int8_t* codes[Rows];
     __m512i integers[Rows][2];
     for (int r = 0; r < Rows; ++r) {
-      const std::int64_t at = std::int64_t{row + r} * num_groups + g;
-      codes[r] = x.codes + at * kStep;
-      integers[r][0] = integers[r][1] = _mm512_set1_epi32(-zero * x.sums[at]);
+      codes[r] = x_group.codes[first + r];
+      integers[r][0] = integers[r][1] = _mm512_set1_epi32(-zero * x_group.sums[first + r]);
     }
     add_codes<Rows, Bits>(group, codes, integers);
 
@@ -81,7 +82,7 @@ void multiply_rows(const QuantizedRows& x, int row, const BlockWeights& weights,
     for (int half = 0; half < 2; ++half) {
       const __m512 scale = half_scales(scales + half * kHalf);
       for (int r = 0; r < Rows; ++r) {
-        const __m512 x_scale = _mm512_set1_ps(x.scales[std::int64_t{row + r} * num_groups + g]);
+        const __m512 x_scale = _mm512_set1_ps(x_group.scales[first + r]);
         sums[r][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(integers[r][half]),
                                         _mm512_mul_ps(scale, x_scale), sums[r][half]);
       }
@@ -89,8 +90,7 @@ void multiply_rows(const QuantizedRows& x, int row, const BlockWeights& weights,
         const __m512 minimum = half_scales(scales + kPanel + half * kHalf);
         for (int r = 0; r < Rows; ++r)
           sums[r][half] = _mm512_fmadd_ps(
-              minimum, _mm512_set1_ps(x.scaled_sums[std::int64_t{row + r} * num_groups + g]),
-              sums[r][half]);
+              minimum, _mm512_set1_ps(x_group.scaled_sums[first + r]), sums[r][half]);
       }
     }
   }
@@ -150,32 +150,31 @@ void gemm_blocks_avx512(const QuantizedRows& x, Range rows, const BlockWeights& 
   }
 }
 
-void quantize_rows_avx512(const FloatRows& x, Range rows, int k, const QuantizedRows& out) {
+void quantize_rows_avx512(const FloatRows& x, Range rows, const QuantizedRows& out) {
   constexpr float kSmallest = 1e-30f;  // below this a group counts as zero; 127 / it is finite
-  const int num_groups = k / kStep;
   for (int row = rows.begin; row < rows.end; ++row) {
-    for (int g = 0; g < num_groups; ++g) {
+    const int r = row % QuantizedGroup::kRows;
+    for (int g = 0; g < out.num_groups; ++g) {
       const Group group = load_group(x, row * x.stride + g * kStep);
       const float largest = _mm512_reduce_max_ps(
           _mm512_max_ps(_mm512_abs_ps(group.low), _mm512_abs_ps(group.high)));
       const bool has_nan = _mm512_cmp_ps_mask(group.low, group.high, _CMP_UNORD_Q) != 0;
       const bool is_zero = largest < kSmallest;
-      const float nan = __builtin_nanf("");
-      const float scale = has_nan ? nan : is_zero ? 0.0f : largest / 127.0f;
+      const float scale = has_nan ? __builtin_nanf("") : is_zero ? 0.0f : largest / 127.0f;
       const __m512 inverse = _mm512_set1_ps(has_nan || is_zero ? 0.0f : 127.0f / largest);
-      const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(group.low, inverse));
-      const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(group.high, inverse));
+      const __m128i low = _mm512_cvtsepi32_epi8(
+          _mm512_cvtps_epi32(_mm512_mul_ps(group.low, inverse)));
+      const __m128i high = _mm512_cvtsepi32_epi8(
+          _mm512_cvtps_epi32(_mm512_mul_ps(group.high, inverse)));
+      const int sum = _mm512_reduce_add_epi32(
+          _mm512_add_epi32(_mm512_cvtepi8_epi32(low), _mm512_cvtepi8_epi32(high)));
 
-      const std::int64_t at = std::int64_t{row} * num_groups + g;
-      __m128i* codes = reinterpret_cast<__m128i*>(out.codes + at * kStep);
-      const __m128i low_codes = _mm512_cvtsepi32_epi8(low), high_codes = _mm512_cvtsepi32_epi8(high);
-      _mm_storeu_si128(codes, low_codes);
-      _mm_storeu_si128(codes + 1, high_codes);
-      const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(
-          _mm512_cvtepi8_epi32(low_codes), _mm512_cvtepi8_epi32(high_codes)));
-      out.sums[at] = sum;
-      out.scales[at] = scale;
-      out.scaled_sums[at] = static_cast<float>(sum) * scale;
+      QuantizedGroup& target = out.block_of(row)[g];
+      _mm_store_si128(reinterpret_cast<__m128i*>(target.codes[r]), low);
+      _mm_store_si128(reinterpret_cast<__m128i*>(target.codes[r] + kHalf), high);
+      target.scales[r] = scale;
+      target.scaled_sums[r] = static_cast<float>(sum) * scale;
+      target.sums[r] = sum;
     }
   }
 }

@@ -83,21 +83,21 @@ void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
                  const OutputRows& out) {
   if (m == 0 || weights.n == 0) return;
   const BlockKernel kernel = choose(gemm_blocks_amx, gemm_blocks_avx512);
-  const std::int64_t num_groups = weights.k / kStep;
-  Split(m, weights.n, num_groups * (kStep + 8), num_groups * weights.format.group_bytes())
+  const std::int64_t row_bytes = x.num_groups * sizeof(QuantizedGroup) / QuantizedGroup::kRows;
+  Split(m, weights.n, row_bytes, x.num_groups * weights.format.group_bytes())
       .run(m, weights.n, [&](Range block, Range panels) {
         kernel(x, block, weights, panels, out);
       });
 }
 
-void quantize_rows(const FloatRows& x, int m, int k, const QuantizedRows& out) {
+void quantize_rows(const FloatRows& x, int m, const QuantizedRows& out) {
   if (m == 0) return;
   const auto kernel = choose(quantize_rows_avx512, quantize_rows_avx512);
-  constexpr int kValues = 1 << 14;  // a task
-  const int task_rows = kValues / (k + 1) + 1;
+  constexpr int kTaskGroups = 512;
+  const int task_rows = kTaskGroups / (out.num_groups + 1) + 1;
   parallel_for(ceil_div(m, task_rows), [&](int task, int) {
     const int row = task * task_rows;
-    kernel(x, Range{row, min_of(row + task_rows, m)}, k, out);
+    kernel(x, Range{row, min_of(row + task_rows, m)}, out);
   });
 }
 

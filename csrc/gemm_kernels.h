@@ -78,12 +78,28 @@ struct FloatRows {
   bool is_bf16;         // else float32
 };
 
-// Activations in int8, each group of 32 values of a row on a scale of its own.
+// Activations in int8, each group of 32 values of a row on a scale of its own. Rows lie in blocks
+// of 16, the rows of a tile: [m / 16 blocks][k / 32 groups] of these.
+struct alignas(64) QuantizedGroup {
+  static constexpr int kRows = 16;
+  std::int8_t codes[kRows][kStep];
+  float scales[kRows];             // largest magnitude / 127
+  float scaled_sums[kRows];        // float(sum of codes) * scale
+  std::int32_t sums[kRows];        // sum of codes
+};
+static_assert(sizeof(QuantizedGroup) == 704, "no gaps");
+
 struct QuantizedRows {
-  std::int8_t* codes;        // [m, k]
-  float* scales;             // [m, k / 32], largest magnitude / 127
-  float* scaled_sums;        // [m, k / 32], float(sum of codes) * scale
-  std::int32_t* sums;        // [m, k / 32], sum of codes
+  QuantizedGroup* groups;
+  int num_groups;  // k / 32
+
+  // Group 0 of the block of `row`; the row is number row % 16 in it.
+  QuantizedGroup* block_of(int row) const {
+    return groups + std::int64_t{row} / QuantizedGroup::kRows * num_groups;
+  }
+  static constexpr std::size_t num_bytes(std::size_t m, std::size_t k) {
+    return ceil_div<std::size_t>(m, QuantizedGroup::kRows) * (k / kStep) * sizeof(QuantizedGroup);
+  }
 };
 
 struct OutputRows {
@@ -98,11 +114,11 @@ struct OutputRows {
 void gemm_bf16(const Bf16Rows& x, int m, const Bf16Weights& weights, const OutputRows& out);
 void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
                  const OutputRows& out);
-void quantize_rows(const FloatRows& x, int m, int k, const QuantizedRows& out);
+void quantize_rows(const FloatRows& x, int m, const QuantizedRows& out);
 
 // ---------------------------------------------------------------------------------------------
-// What an instruction set provides: rows [row_begin, row_end) times panels [panel_begin, panel_end).
-// For bf16, k is a multiple of kStep here.
+// What an instruction set provides: some rows times some panels. For bf16, k is a multiple of
+// kStep here; for blocks, the first of the rows is a multiple of 16.
 
 struct Range {
   int begin, end;
@@ -121,6 +137,6 @@ void gemm_blocks_avx512(const QuantizedRows&, Range rows, const BlockWeights&, R
                         const OutputRows&);
 void gemm_blocks_amx(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
                      const OutputRows&);
-void quantize_rows_avx512(const FloatRows&, Range rows, int k, const QuantizedRows&);
+void quantize_rows_avx512(const FloatRows&, Range rows, const QuantizedRows&);
 
 }  // namespace tokenmill

@@ -34,6 +34,15 @@ void need(Isa isa) {
     throw std::runtime_error(std::string("this measurement needs ") + isa_name(isa));
 }
 
+// Numbers of both signs between a half and two.
+void fill_random(bf16* values, std::size_t count) {
+  std::uint32_t state = 1;
+  for (std::size_t i = 0; i < count; ++i) {
+    state = state * 1664525u + 1013904223u;
+    values[i] = static_cast<bf16>(0x3f00u | (state >> 24) | (state >> 8 & 0x8000u));
+  }
+}
+
 }  // namespace
 
 double measure_read_bandwidth(std::size_t num_bytes, int repeats) {
@@ -54,14 +63,15 @@ double measure_read_bandwidth(std::size_t num_bytes, int repeats) {
 
 double measure_amx_peak(PeakSource source, int repeats) {
   need(Isa::amx);
-  const std::size_t operands = source == PeakSource::cache ? kCacheOperands : 0;
-  const std::shared_ptr<void> buffer = allocate_weights(operands * num_threads());
+  const std::size_t size = kCacheOperands * num_threads();
+  const std::shared_ptr<void> buffer = allocate_weights(size);
+  fill_random(static_cast<bf16*>(buffer.get()), size / sizeof(bf16));
   std::vector<double> operations(num_threads());
   const double seconds = best_seconds(repeats + 1, [&] {
     parallel_for(num_threads(), [&](int task, int) {
-      const char* data = static_cast<const char*>(buffer.get()) + task * operands;
-      operations[task] = source == PeakSource::cache ? multiply_cache_amx(data, operands)
-                                                     : multiply_registers_amx();
+      const char* data = static_cast<const char*>(buffer.get()) + task * kCacheOperands;
+      operations[task] = source == PeakSource::cache ? multiply_cache_amx(data, kCacheOperands)
+                                                     : multiply_registers_amx(data);
     });
   });
   double sum = 0;

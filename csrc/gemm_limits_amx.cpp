@@ -15,15 +15,18 @@ void use_full_tiles() {
   shapes.use();
 }
 
-void zero_all() {
+void zero_sums() {
   zero_tile<0>();
   zero_tile<1>();
   zero_tile<2>();
   zero_tile<3>();
-  zero_tile<4>();
-  zero_tile<5>();
-  zero_tile<6>();
-  zero_tile<7>();
+}
+
+void load_operands(const char* data) {
+  load_tile<4>(data, 64);
+  load_tile<5>(data + kTileBytes, 64);
+  load_tile<6>(data + 2 * kTileBytes, 64);
+  load_tile<7>(data + 3 * kTileBytes, 64);
 }
 
 void multiply_block() {
@@ -35,9 +38,10 @@ void multiply_block() {
 
 }  // namespace
 
-double multiply_registers_amx() {
+double multiply_registers_amx(const void* data) {
   use_full_tiles();
-  zero_all();
+  zero_sums();
+  load_operands(static_cast<const char*>(data));
   for (int round = 0; round < kRounds; ++round) multiply_block();
   release_tiles();
   return kRounds * 4 * kProductOperations;
@@ -45,14 +49,11 @@ double multiply_registers_amx() {
 
 double multiply_cache_amx(const void* data, std::size_t num_bytes) {
   use_full_tiles();
-  zero_all();
+  zero_sums();
   const char* operands = static_cast<const char*>(data);
   std::size_t at = 0;
   for (int round = 0; round < kRounds; ++round) {
-    load_tile<4>(operands + at, 64);
-    load_tile<5>(operands + at + kTileBytes, 64);
-    load_tile<6>(operands + at + 2 * kTileBytes, 64);
-    load_tile<7>(operands + at + 3 * kTileBytes, 64);
+    load_operands(operands + at);
     multiply_block();
     at += 4 * kTileBytes;
     if (at == num_bytes) at = 0;

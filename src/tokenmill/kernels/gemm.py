@@ -95,11 +95,14 @@ class PackedBlocks:
 class QuantizedRows:
     """Activations in int8, each group of 32 values of a row on its own scale.
 
-    One buffer, so that a kernel has one address: codes, scales, scaled sums, sums, in this order.
+    One buffer, so that a kernel has one address. Rows lie in blocks of 16, as tiles read them; what
+    lies behind the last row is undefined. In a block, group after group along K:
+
+        | codes [16, 32] int8 | scales [16] | scaled sums [16] | sums [16] int32 |
     """
 
     buffer: torch.Tensor
-    """uint8; see `codes`, `scales`, `scaled_sums` and `sums` for what is in it."""
+    """uint8, aligned to 64 bytes."""
     num_rows: int
     """M."""
     num_columns: int
@@ -108,33 +111,30 @@ class QuantizedRows:
     @property
     def codes(self) -> torch.Tensor:
         """int8 [M, K]; value = code * scale."""
-        return self._part(0, torch.int8, self.num_columns)
+        return self._part(0, torch.int8, GROUP_SIZE)
 
     @property
     def scales(self) -> torch.Tensor:
         """float32 [M, K / 32], largest magnitude of the group / 127."""
-        return self._part(self._offsets()[0], torch.float32, self.num_columns // GROUP_SIZE)
+        return self._part(512, torch.float32, 1)
 
     @property
     def scaled_sums(self) -> torch.Tensor:
         """float32 [M, K / 32], sum * scale: what a minimum of the weights is multiplied with."""
-        return self._part(self._offsets()[1], torch.float32, self.num_columns // GROUP_SIZE)
+        return self._part(576, torch.float32, 1)
 
     @property
     def sums(self) -> torch.Tensor:
         """int32 [M, K / 32], sum of the group's codes."""
-        return self._part(self._offsets()[2], torch.int32, self.num_columns // GROUP_SIZE)
-
-    def _offsets(self) -> tuple[int, int, int, int]:
-        """Bytes before scales, scaled sums and sums, and in all."""
-        scales, scaled_sums, sums, total = native.module().quantized_layout(
-            self.num_rows, self.num_columns
-        )
-        return scales, scaled_sums, sums, total
+        return self._part(640, torch.int32, 1)
 
     def _part(self, begin: int, dtype: torch.dtype, columns: int) -> torch.Tensor:
-        end = begin + self.num_rows * columns * dtype.itemsize
-        return self.buffer[begin:end].view(dtype).view(self.num_rows, columns)
+        """A copy of what begins at byte `begin` of each group, in the order of rows."""
+        num_groups = self.num_columns // GROUP_SIZE
+        groups = self.buffer.view(-1, num_groups, 704)
+        part = groups[:, :, begin : begin + 16 * columns * dtype.itemsize].contiguous().view(dtype)
+        rows = part.view(-1, num_groups, 16, columns).transpose(1, 2)
+        return rows.reshape(-1, num_groups * columns)[: self.num_rows].contiguous()
 
 
 def quantize_rows(x: torch.Tensor) -> QuantizedRows:
@@ -144,8 +144,8 @@ def quantize_rows(x: torch.Tensor) -> QuantizedRows:
     magnitude is below 1e-30 becomes zero; the scale of one with a NaN is NaN.
     """
     m, k = x.shape
-    total = native.module().quantized_layout(m, k)[3]
-    quantized = QuantizedRows(torch.empty(total, dtype=torch.uint8), m, k)
+    num_bytes = native.module().quantized_bytes(m, k)
+    quantized = QuantizedRows(torch.empty(num_bytes, dtype=torch.uint8), m, k)
     native.module().quantize_rows(x, quantized.buffer)
     return quantized
 
