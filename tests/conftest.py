@@ -1,8 +1,13 @@
-"""Puts `tests/` on the path, so that tests share `helpers`, and finds the default model."""
+"""Puts `tests/` on the path, so that tests share `helpers`."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Before torch is imported: its threads sleep while they wait. Spinning, they would take the
+# processors from each other wherever something else runs beside the tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
