@@ -3,10 +3,14 @@
 //             tmm6   tmm7      panel, 16 pairs x 16 columns each
 //     tmm4    tmm0   tmm1      rows 0..15 of x, 32 values along K
 //     tmm5    tmm2   tmm3      rows 16..31
+//
+// A panel meets all rows, part by part along K: a part stays in the first-level cache while the
+// rows stream past it. Sums wait in memory between parts, unrounded.
 #include "common.h"
 #include "gemm_kernels.h"
 #include "gemm_store.h"
 #include "gemm_tiles.h"
+#include "pool.h"
 
 namespace tokenmill {
 namespace {
@@ -15,6 +19,7 @@ constexpr int kTile = 16;               // rows of a full tile
 constexpr int kRowBytes = 64;           // of a full tile
 constexpr int kHalfValues = kHalf * kStep;
 constexpr int kStepValues = kPanel * kStep;
+constexpr int kMostSteps = 18;          // of a part: 36 KiB
 constexpr std::int64_t kAhead = 8192;   // bytes that the prefetch runs ahead
 
 // Tiles for blocks of up to 32 rows; the tiles of x and of the sums have only the rows there are.
@@ -40,22 +45,52 @@ void prefetch_step(const bf16* columns) {
     _mm_prefetch(data + line * 64, _MM_HINT_T0);
 }
 
-template <bool TwoTiles, bool Prefetch>
-void multiply(const bf16* x, std::int64_t stride, const bf16* panel, int num_steps) {
-  zero_tile<0>();
-  zero_tile<1>();
-  if constexpr (TwoTiles) {
-    zero_tile<2>();
-    zero_tile<3>();
+struct Part {
+  Range steps;
+  bool first, last;
+};
+
+template <bool TwoTiles>
+void begin_sums(const Part& part, const float* sums) {
+  if (part.first) {
+    zero_tile<0>();
+    zero_tile<1>();
+    if constexpr (TwoTiles) {
+      zero_tile<2>();
+      zero_tile<3>();
+    }
+  } else {
+    constexpr std::int64_t kStride = kPanel * sizeof(float);
+    load_tile<0>(sums, kStride);
+    load_tile<1>(sums + kHalf, kStride);
+    if constexpr (TwoTiles) {
+      load_tile<2>(sums + kTile * kPanel, kStride);
+      load_tile<3>(sums + kTile * kPanel + kHalf, kStride);
+    }
   }
+}
+
+template <bool TwoTiles>
+void end_sums(float* sums) {
+  constexpr std::int64_t kStride = kPanel * sizeof(float);
+  store_tile<0>(sums, kStride);
+  store_tile<1>(sums + kHalf, kStride);
+  if constexpr (TwoTiles) {
+    store_tile<2>(sums + kTile * kPanel, kStride);
+    store_tile<3>(sums + kTile * kPanel + kHalf, kStride);
+  }
+}
+
+template <bool TwoTiles>
+void multiply(const bf16* x, std::int64_t stride, const bf16* panel, Range steps, bool prefetch) {
   const std::int64_t stride_bytes = stride * sizeof(bf16);
-  for (int step = 0; step < num_steps; ++step) {
+  for (int step = steps.begin; step < steps.end; ++step) {
     const bf16* columns = panel + step * kStepValues;
-    if constexpr (Prefetch) prefetch_step(columns);
-    load_tile<4>(x + step * kStep, stride_bytes);
+    if (prefetch) prefetch_step(columns);
+    stream_tile<4>(x + step * kStep, stride_bytes);
     load_tile<6>(columns, kRowBytes);
     load_tile<7>(columns + kHalfValues, kRowBytes);
-    if constexpr (TwoTiles) load_tile<5>(x + step * kStep + kTile * stride, stride_bytes);
+    if constexpr (TwoTiles) stream_tile<5>(x + step * kStep + kTile * stride, stride_bytes);
     multiply_bf16<0, 4, 6>();
     multiply_bf16<1, 4, 7>();
     if constexpr (TwoTiles) {
@@ -65,32 +100,44 @@ void multiply(const bf16* x, std::int64_t stride, const bf16* panel, int num_ste
   }
 }
 
+// Blocks of `block_rows` rows times part of a panel. `sums` is [rows, 32].
 template <bool TwoTiles>
-void store(int row, int num_rows, const PanelOutput& out) {
-  alignas(64) float sums[2 * kTile][kPanel];
-  store_tile<0>(&sums[0][0], sizeof sums[0]);
-  store_tile<1>(&sums[0][kHalf], sizeof sums[0]);
-  if constexpr (TwoTiles) {
-    store_tile<2>(&sums[kTile][0], sizeof sums[0]);
-    store_tile<3>(&sums[kTile][kHalf], sizeof sums[0]);
-  }
-  for (int r = 0; r < num_rows; ++r) {
-    out.store(row + r, 0, _mm512_load_ps(&sums[r][0]));
-    out.store(row + r, 1, _mm512_load_ps(&sums[r][kHalf]));
+void multiply_blocks(const Bf16Rows& x, Range rows, int block_rows, const bf16* panel,
+                     const Part& part, float* sums, const PanelOutput& out) {
+  for (int row = rows.begin; row < rows.end; row += block_rows, sums += block_rows * kPanel) {
+    begin_sums<TwoTiles>(part, sums);
+    // The first block reads the panel from memory, the others from the cache.
+    multiply<TwoTiles>(x.data + row * x.stride, x.stride, panel, part.steps, row == rows.begin);
+    end_sums<TwoTiles>(sums);
+    if (!part.last) continue;
+    for (int r = 0; r < block_rows; ++r) {
+      out.store(row + r, 0, _mm512_load_ps(sums + r * kPanel));
+      out.store(row + r, 1, _mm512_load_ps(sums + r * kPanel + kHalf));
+    }
   }
 }
 
-// The first block of rows reads the panel from memory, the others from the cache.
-template <bool Prefetch>
-void block(const Bf16Rows& x, int row, int num_rows, const bf16* panel, int num_steps,
-           const PanelOutput& out) {
-  const bf16* data = x.data + row * x.stride;
-  if (num_rows > kTile) {
-    multiply<true, Prefetch>(data, x.stride, panel, num_steps);
-    store<true>(row, num_rows, out);
-  } else {
-    multiply<false, Prefetch>(data, x.stride, panel, num_steps);
-    store<false>(row, num_rows, out);
+// All panels times rows that are a multiple of `block_rows`, at most 32.
+void multiply_panels(const Bf16Rows& x, Range rows, int block_rows, const Bf16Weights& weights,
+                     Range panels, const OutputRows& out) {
+  const int num_rows = rows.end - rows.begin;
+  const int num_steps = ceil_div(weights.k, kStep);
+  const int num_parts =
+      num_rows > block_rows && num_steps > kMostSteps ? ceil_div(num_steps, kMostSteps) : 1;
+  const int part_steps = ceil_div(num_steps, num_parts);
+  auto* sums = static_cast<float*>(
+      thread_scratch(0, sizeof(float) * kPanel * round_up(num_rows, 2 * kTile)));
+  use_shapes(block_rows);
+  for (int p = panels.begin; p < panels.end; ++p) {
+    const bf16* panel = weights.data + std::int64_t{p} * num_steps * kStepValues;
+    const PanelOutput target(out, weights.n, p);
+    for (int i = 0; i < num_parts; ++i) {
+      const Part part{{i * part_steps, min_of((i + 1) * part_steps, num_steps)},
+                      i == 0, i == num_parts - 1};
+      block_rows > kTile
+          ? multiply_blocks<true>(x, rows, block_rows, panel, part, sums, target)
+          : multiply_blocks<false>(x, rows, block_rows, panel, part, sums, target);
+    }
   }
 }
 
@@ -98,27 +145,11 @@ void block(const Bf16Rows& x, int row, int num_rows, const bf16* panel, int num_
 
 void gemm_bf16_amx(const Bf16Rows& x, Range rows, const Bf16Weights& weights, Range panels,
                    const OutputRows& out) {
-  const int num_steps = ceil_div(weights.k, kStep);
-  const std::int64_t panel_values = std::int64_t{num_steps} * kStepValues;
-  const int full_end = rows.begin + (rows.end - rows.begin) / (2 * kTile) * (2 * kTile);
-  if (rows.begin < full_end) {
-    use_shapes(2 * kTile);
-    for (int panel = panels.begin; panel < panels.end; ++panel) {
-      const bf16* data = weights.data + panel * panel_values;
-      const PanelOutput target(out, weights.n, panel);
-      block<true>(x, rows.begin, 2 * kTile, data, num_steps, target);
-      for (int row = rows.begin + 2 * kTile; row < full_end; row += 2 * kTile)
-        block<false>(x, row, 2 * kTile, data, num_steps, target);
-    }
-  }
-  if (full_end < rows.end) {
-    use_shapes(rows.end - full_end);
-    for (int panel = panels.begin; panel < panels.end; ++panel) {
-      const bf16* data = weights.data + panel * panel_values;
-      const PanelOutput target(out, weights.n, panel);
-      block<true>(x, full_end, rows.end - full_end, data, num_steps, target);
-    }
-  }
+  const int tail = (rows.end - rows.begin) % (2 * kTile);
+  const int full_end = rows.end - tail;
+  if (rows.begin < full_end)
+    multiply_panels(x, {rows.begin, full_end}, 2 * kTile, weights, panels, out);
+  if (tail > 0) multiply_panels(x, {full_end, rows.end}, tail, weights, panels, out);
   release_tiles();
 }
 

@@ -129,7 +129,7 @@ struct alignas(64) Integers {
 template <int Tile>
 TOKENMILL_INLINE void multiply_group(const QuantizedGroup& x, const std::int8_t* codes) {
   constexpr int kX = 4 + Tile % 2, kCodes = 6 + Tile % 2;
-  load_tile<kX>(x.codes, kStep);
+  stream_tile<kX>(x.codes, kStep);
   load_tile<kCodes>(codes, 64);
   zero_tile<Tile>();
   multiply_int8<Tile, kX, kCodes>();

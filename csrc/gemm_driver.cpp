@@ -57,7 +57,7 @@ Kernel choose(Kernel amx, Kernel avx512) {
 // x with rows of zeros behind K, so that kernels see whole steps.
 Bf16Rows pad_rows(const Bf16Rows& x, int m, int k) {
   const int padded = round_up(k, kStep);
-  auto* copy = static_cast<bf16*>(thread_scratch(0, sizeof(bf16) * padded * std::size_t(m)));
+  auto* copy = static_cast<bf16*>(thread_scratch(3, sizeof(bf16) * padded * std::size_t(m)));
   for (int row = 0; row < m; ++row) {
     bf16* target = copy + std::int64_t{row} * padded;
     std::memcpy(target, x.data + row * x.stride, sizeof(bf16) * k);

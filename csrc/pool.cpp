@@ -25,7 +25,7 @@ namespace {
 // 60 microseconds in all, more than any gap between the kernels of a step.
 constexpr int kSpins = 1000;
 constexpr int kMaxThreads = 1024;
-constexpr int kScratchSlots = 3;
+constexpr int kScratchSlots = 4;
 
 thread_local bool inside_job = false;
 thread_local int thread_index = 0;

@@ -39,7 +39,7 @@ void parallel_for(int num_tasks, F&& body) {
 
 // Memory of the calling thread, aligned to a cache line, kept until the thread ends and grown when
 // it is too small. Slots are for different uses at the same time: 0 for GEMM, 1 for attention, 2
-// for others; a use within a use needs another slot.
+// for others, 3 for inputs that a product had to copy; a use within a use needs another slot.
 void* thread_scratch(int slot, std::size_t num_bytes);
 
 }  // namespace tokenmill
