@@ -1,44 +1,26 @@
-// Attention and elementwise kernels, as Python functions.
+// Attention, as Python functions.
 //
 // As in bind_gemm.cpp: tensors come as DLPack without a copy, what a kernel relies on is checked
 // here, and the interpreter lock is released while a kernel runs.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <optional>
-#include <stdexcept>
-#include <string>
 
 #include "attention_plan.h"
+#include "bind_rows.h"
 #include "pool.h"
-
-namespace nb = nanobind;
 
 namespace tokenmill {
 
-__attribute__((weak)) void bind_elementwise(nb::module_& module);
+void bind_elementwise(nb::module_& module);
 
 namespace {
 
-using Tensor = nb::ndarray<nb::device::cpu>;
-using ReadTensor = nb::ndarray<nb::device::cpu, nb::ro>;
 using Ints = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::device::cpu>;
 using Angles = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Unlocked = nb::gil_scoped_release;
-
-void check(bool holds, const char* name, const std::string& expected) {
-  if (!holds) throw std::invalid_argument(std::string(name) + " must be " + expected);
-}
-
-template <class T>
-bool is_bf16(const T& tensor) {
-  const nb::dlpack::dtype type = tensor.dtype();
-  return type.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat) && type.bits == 16;
-}
 
 KvFormat kv_format(const std::string& name) {
   if (name == "bfloat16") return KvFormat::bf16;
@@ -61,17 +43,6 @@ AttentionShape make_shape(const std::string& kv_dtype, int num_heads, int num_kv
   check(window >= 0, "window", "positive, or 0 for none");
   return {{kv_format(kv_dtype), num_kv_heads, head_size, block_size}, num_heads, scale, soft_cap,
           window, causal};
-}
-
-// Rows of tokens, contiguous within a row.
-template <class T>
-TokenRows token_rows(const T& tensor, const char* name, std::int64_t columns) {
-  check(tensor.ndim() == 2 && static_cast<std::int64_t>(tensor.shape(1)) == columns &&
-            (tensor.shape(0) == 0 || tensor.stride(1) == 1),
-        name, "a matrix of " + std::to_string(columns) + " columns, contiguous along them");
-  check(is_bf16(tensor) || tensor.dtype() == nb::dtype<float>(), name, "bfloat16 or float32");
-  return {const_cast<void*>(static_cast<const void*>(tensor.data())), tensor.stride(0),
-          is_bf16(tensor)};
 }
 
 template <class T>
@@ -199,7 +170,7 @@ void bind_attention(nb::module_& module) {
              nb::arg("kv_cache"), nb::arg("slot_mapping"), nb::arg("query").none() = nb::none(),
              nb::arg("out_query").none() = nb::none(), nb::arg("positions").none() = nb::none(),
              nb::arg("cos").none() = nb::none(), nb::arg("sin").none() = nb::none());
-  if (bind_elementwise != nullptr) bind_elementwise(module);
+  bind_elementwise(module);
 }
 
 }  // namespace tokenmill

@@ -1,0 +1,167 @@
+// Elementwise kernels and sampling, as Python functions.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+
+#include "bind_rows.h"
+#include "elementwise_kernels.h"
+
+namespace tokenmill {
+namespace {
+
+template <class T>
+using Column = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatMatrix = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
+
+int rows_of(const ReadTensor& x) {
+  check(x.ndim() == 2, "x", "a matrix");
+  return static_cast<int>(x.shape(0));
+}
+
+// `out` is a matrix of values, or the uint8 buffer of quantised rows.
+ActivationOutput activation_output(const Tensor& out, int num_rows, int size) {
+  if (out.dtype() != nb::dtype<std::uint8_t>()) {
+    const TokenRows rows = token_rows(out, "out", size);
+    check(static_cast<int>(out.shape(0)) == num_rows, "out", "of as many rows as x");
+    return {rows, {}};
+  }
+  check(size % kStep == 0, "size", "a multiple of 32 to be quantised");
+  check(out.ndim() == 1 && (out.shape(0) <= 1 || out.stride(0) == 1) &&
+            out.shape(0) == QuantizedRows::num_bytes(num_rows, size),
+        "out", std::to_string(QuantizedRows::num_bytes(num_rows, size)) + " bytes");
+  check(reinterpret_cast<std::uintptr_t>(out.data()) % alignof(QuantizedGroup) == 0, "out",
+        "aligned to 64 bytes");
+  return {{}, {static_cast<QuantizedGroup*>(out.data()), size / kStep}};
+}
+
+void run_norm(const ReadTensor& x, const FloatMatrix& residual, bool starts_stream,
+              const Column<const float>& weight, float eps, const Tensor& out) {
+  NormCall call{};
+  call.num_rows = rows_of(x);
+  call.size = static_cast<int>(x.shape(1));
+  call.x = token_rows(x, "x", call.size);
+  check_matrix(residual, "residual", call.size);
+  check(static_cast<int>(residual.shape(0)) == call.num_rows, "residual", "of as many rows as x");
+  check(static_cast<int>(weight.size()) == call.size, "weight", "a value for each column of x");
+  call.residual = residual.data();
+  call.residual_stride = residual.stride(0);
+  call.starts_stream = starts_stream;
+  call.weight = weight.data();
+  call.eps = eps;
+  call.out = activation_output(out, call.num_rows, call.size);
+  Unlocked unlocked;
+  add_rms_norm(call);
+}
+
+void run_gate(const ReadTensor& x, const std::string& gate, const Tensor& out) {
+  GateCall call{};
+  call.num_rows = rows_of(x);
+  check(x.shape(1) % 2 == 0, "gate_up", "of an even number of columns");
+  check(gate == "silu" || gate == "gelu_tanh", "gate", "silu or gelu_tanh, not " + gate);
+  call.size = static_cast<int>(x.shape(1) / 2);
+  call.x = token_rows(x, "gate_up", 2 * std::int64_t{call.size});
+  call.gate = gate == "silu" ? Gate::silu : Gate::gelu_tanh;
+  call.out = activation_output(out, call.num_rows, call.size);
+  Unlocked unlocked;
+  gated_activation(call);
+}
+
+void run_gather(const ReadTensor& table, const Column<const std::int32_t>& ids, const Tensor& out) {
+  GatherCall call{};
+  const int num_entries = rows_of(table);
+  call.size = static_cast<int>(table.shape(1));
+  call.num_rows = static_cast<int>(ids.size());
+  call.table = token_rows(table, "table", call.size);
+  call.out = token_rows(out, "out", call.size);
+  check(out.shape(0) == ids.size(), "out", "a row for each id");
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    check(ids.data()[i] >= 0 && ids.data()[i] < num_entries, "ids", "rows of the table");
+  call.ids = ids.data();
+  Unlocked unlocked;
+  gather_rows(call);
+}
+
+Logits logits_of(const nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>& logits) {
+  check_matrix(logits, "logits", logits.shape(1));
+  check(logits.shape(1) > 0, "logits", "of at least one column");
+  return {logits.data(), logits.stride(0), static_cast<int>(logits.shape(0)),
+          static_cast<int>(logits.shape(1))};
+}
+using LogitsMatrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+
+void check_column(std::size_t size, const Logits& logits, const char* name) {
+  check(static_cast<int>(size) == logits.num_rows, name, "a value for each row of logits");
+}
+
+void run_argmax(const LogitsMatrix& logits, const Column<std::int64_t>& token_ids,
+                const Column<float>& best) {
+  const ArgmaxCall call{logits_of(logits), token_ids.data(), best.data()};
+  check_column(token_ids.size(), call.logits, "token_ids");
+  check_column(best.size(), call.logits, "best");
+  Unlocked unlocked;
+  argmax(call);
+}
+
+void run_logprobs(const LogitsMatrix& logits, const Matrix<const std::int64_t>& token_ids,
+                  const Matrix<float>& logprobs, const Column<float>& log_sums,
+                  const std::optional<Matrix<std::int32_t>>& ranks) {
+  LogprobsCall call{logits_of(logits), token_ids.data(), static_cast<int>(token_ids.shape(1)),
+                    logprobs.data(), log_sums.data(), ranks ? ranks->data() : nullptr};
+  check_column(token_ids.shape(0), call.logits, "token_ids");
+  check_column(log_sums.size(), call.logits, "log_sums");
+  check(logprobs.shape(0) == token_ids.shape(0) && logprobs.shape(1) == token_ids.shape(1),
+        "logprobs", "of the shape of token_ids");
+  check(!ranks || (ranks->shape(0) == token_ids.shape(0) && ranks->shape(1) == token_ids.shape(1)),
+        "ranks", "of the shape of token_ids");
+  for (std::size_t i = 0; i < token_ids.size(); ++i)
+    check(token_ids.data()[i] >= 0 && token_ids.data()[i] < call.logits.vocab_size, "token_ids",
+          "columns of logits");
+  Unlocked unlocked;
+  chosen_logprobs(call);
+}
+
+void run_sample(const LogitsMatrix& logits, const Column<const bool>& is_greedy,
+                const Column<const float>& temperature, const Column<const float>& min_p,
+                const Column<const std::int64_t>& top_k, const Column<const double>& top_p,
+                const Column<const std::uint64_t>& seed,
+                const Column<const std::int64_t>& position, const Column<std::int64_t>& token_ids,
+                const Column<bool>& is_valid) {
+  const SampleCall call{logits_of(logits),
+                        reinterpret_cast<const std::uint8_t*>(is_greedy.data()),
+                        temperature.data(),
+                        min_p.data(),
+                        top_k.data(),
+                        top_p.data(),
+                        seed.data(),
+                        position.data(),
+                        token_ids.data(),
+                        reinterpret_cast<std::uint8_t*>(is_valid.data())};
+  check_column(is_greedy.size(), call.logits, "is_greedy");
+  check_column(temperature.size(), call.logits, "temperature");
+  check_column(min_p.size(), call.logits, "min_p");
+  check_column(top_k.size(), call.logits, "top_k");
+  check_column(top_p.size(), call.logits, "top_p");
+  check_column(seed.size(), call.logits, "seed");
+  check_column(position.size(), call.logits, "position");
+  check_column(token_ids.size(), call.logits, "token_ids");
+  check_column(is_valid.size(), call.logits, "is_valid");
+  Unlocked unlocked;
+  sample(call);
+}
+
+}  // namespace
+
+void bind_elementwise(nb::module_& module) {
+  module.def("add_rms_norm", &run_norm);
+  module.def("gated_activation", &run_gate);
+  module.def("gather_rows", &run_gather);
+  module.def("argmax", &run_argmax);
+  module.def("chosen_logprobs", &run_logprobs, nb::arg("logits"), nb::arg("token_ids"),
+             nb::arg("logprobs"), nb::arg("log_sums"), nb::arg("ranks").none());
+  module.def("sample", &run_sample);
+}
+
+}  // namespace tokenmill

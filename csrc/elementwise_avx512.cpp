@@ -1,0 +1,106 @@
+// Norms, gates and gathers with AVX-512. A row is worked on by one thread.
+#include "elementwise_kernels.h"
+#include "elementwise_math.h"
+#include "pool.h"
+
+namespace tokenmill {
+namespace {
+
+__m512 apply_gate(Gate gate, __m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  if (gate == Gate::silu)
+    return _mm512_div_ps(x, _mm512_add_ps(one, exp_of(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+  const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+  const __m512 inner = _mm512_mul_ps(_mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x),
+                                     _mm512_set1_ps(0.7978845608f));
+  return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)),
+                       _mm512_add_ps(one, tanh_of(inner)));
+}
+
+// A place for one row on its way out.
+class RowOutput {
+ public:
+  RowOutput(const ActivationOutput& out, int size)
+      : out_(out),
+        scratch_(out.rows.data != nullptr
+                     ? nullptr
+                     : static_cast<float*>(thread_scratch(2, sizeof(float) * size))) {}
+
+  void store(int row, int at, __mmask16 mask, __m512 values) const {
+    if (scratch_ == nullptr) {
+      store_values(out_.rows.data, out_.rows.is_bf16, row * out_.rows.stride + at, mask, values);
+    } else {
+      _mm512_mask_storeu_ps(scratch_ + at, mask, values);
+    }
+  }
+  void finish(int row) const {
+    if (scratch_ != nullptr)
+      quantize_rows_avx512({scratch_, 0, false}, {row, row + 1}, out_.quantized);
+  }
+
+ private:
+  const ActivationOutput& out_;
+  float* scratch_;
+};
+
+// Adds x to the residual of a row; returns the sum of squares, in four sums of 16 lanes.
+float add_residual(const NormCall& call, int row, float* residual) {
+  __m512 sums[4];
+  for (__m512& sum : sums) sum = _mm512_setzero_ps();
+  const std::int64_t x_row = row * call.x.stride;
+  for (int at = 0; at < call.size; at += 16) {
+    const __mmask16 mask = first_lanes(call.size - at);
+    __m512 value = load_values(call.x.data, call.x.is_bf16, x_row + at, mask);
+    if (!call.starts_stream)
+      value = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, residual + at), value);
+    _mm512_mask_storeu_ps(residual + at, mask, value);
+    __m512& sum = sums[at / 16 % 4];
+    sum = _mm512_fmadd_ps(value, value, sum);
+  }
+  return _mm512_reduce_add_ps(
+      _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
+}
+
+}  // namespace
+
+void add_rms_norm_avx512(const NormCall& call, Range rows) {
+  const RowOutput out(call.out, call.size);
+  for (int row = rows.begin; row < rows.end; ++row) {
+    float* residual = call.residual + row * call.residual_stride;
+    const float mean = add_residual(call, row, residual) / static_cast<float>(call.size);
+    const __m512 factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + call.eps));
+    for (int at = 0; at < call.size; at += 16) {
+      const __mmask16 mask = first_lanes(call.size - at);
+      const __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, residual + at), factor);
+      out.store(row, at, mask, _mm512_mul_ps(value, _mm512_maskz_loadu_ps(mask, call.weight + at)));
+    }
+    out.finish(row);
+  }
+}
+
+void gated_activation_avx512(const GateCall& call, Range rows) {
+  const RowOutput out(call.out, call.size);
+  for (int row = rows.begin; row < rows.end; ++row) {
+    const std::int64_t x_row = row * call.x.stride;
+    for (int at = 0; at < call.size; at += 16) {
+      const __mmask16 mask = first_lanes(call.size - at);
+      const __m512 gate = load_values(call.x.data, call.x.is_bf16, x_row + at, mask);
+      const __m512 up = load_values(call.x.data, call.x.is_bf16, x_row + call.size + at, mask);
+      out.store(row, at, mask, _mm512_mul_ps(apply_gate(call.gate, gate), up));
+    }
+    out.finish(row);
+  }
+}
+
+void gather_rows_avx512(const GatherCall& call, Range rows) {
+  for (int row = rows.begin; row < rows.end; ++row) {
+    const std::int64_t from = call.ids[row] * call.table.stride;
+    for (int at = 0; at < call.size; at += 16) {
+      const __mmask16 mask = first_lanes(call.size - at);
+      store_values(call.out.data, call.out.is_bf16, row * call.out.stride + at, mask,
+                   load_values(call.table.data, call.table.is_bf16, from + at, mask));
+    }
+  }
+}
+
+}  // namespace tokenmill

@@ -1,0 +1,245 @@
+"""Native elementwise kernels and sampling against float64 and against the torch sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from tokenmill import _native
+from tokenmill.kernels.fused import (
+    add_rms_norm,
+    argmax,
+    chosen_logprobs,
+    empty_quantized,
+    gated_activation,
+    gather_rows,
+    sample,
+)
+from tokenmill.kernels.gemm import quantize_rows
+from tokenmill.sampling.metadata import RandomColumns, SamplingMetadata
+from tokenmill.sampling.sampler import Sampler
+
+DTYPES = [torch.bfloat16, torch.float32]
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = _native.num_threads()
+    yield
+    _native.set_num_threads(before)
+
+
+def same_bits_by_row(
+    compute: Callable[[slice], torch.Tensor], num_rows: int, whole: torch.Tensor
+) -> None:
+    """Rows alone and in parts, with one thread and several, give the bits of the whole."""
+    for num_threads in (1, 2, 3):
+        _native.set_num_threads(num_threads)
+        for step in (1, 3, num_rows):
+            for start in range(0, num_rows, step):
+                rows = slice(start, min(start + step, num_rows))
+                assert torch.equal(compute(rows), whole[rows])
+
+
+@pytest.mark.parametrize("starts_stream", [False, True])
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "size"), [(0, 64), (1, 1), (5, 33), (37, 576), (3, 4100)])
+def test_add_rms_norm(
+    n: int, size: int, dtype: torch.dtype, out_dtype: torch.dtype, starts_stream: bool
+) -> None:
+    x, weight = torch.randn(n, size).to(dtype), torch.randn(size)
+    before = torch.full((n, size), torch.nan) if starts_stream else 3 * torch.randn(n, size)
+
+    def compute(rows: slice, residual: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(residual), size), torch.nan, dtype=out_dtype)
+        add_rms_norm(x[rows], residual, weight, 1e-5, out, starts_stream=starts_stream)
+        return out
+
+    residual = before.clone()
+    out = compute(slice(None), residual)
+    total = x.float() if starts_stream else before + x
+    assert torch.equal(residual, total)
+    expected = functional.rms_norm(total.double(), (size,), weight.double(), 1e-5)
+    tolerance = TOLERANCE[out_dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-6)
+    same_bits_by_row(lambda rows: compute(rows, before[rows].clone()), n, out) if n else None
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "size"), [(0, 64), (1, 1), (5, 33), (20, 1536)])
+def test_gated_activation(
+    n: int, size: int, dtype: torch.dtype, out_dtype: torch.dtype, gate: str
+) -> None:
+    gate_up = (4 * torch.randn(n, 2 * size)).to(dtype)
+    gate_up[:, : size // 4] *= 100  # far tails
+
+    def compute(rows: slice) -> torch.Tensor:
+        part = gate_up[rows]
+        out = torch.full((len(part), size), torch.nan, dtype=out_dtype)
+        gated_activation(part, gate, out)
+        return out
+
+    out = compute(slice(None))
+    x, up = gate_up.double().chunk(2, -1)
+    activated = functional.silu(x) if gate == "silu" else functional.gelu(x, approximate="tanh")
+    tolerance = TOLERANCE[out_dtype]
+    torch.testing.assert_close(out.double(), activated * up, rtol=tolerance, atol=1e-5)
+    same_bits_by_row(compute, n, out) if n else None
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 32), (16, 576), (39, 1536)])
+def test_quantised_outputs_are_the_quantised_values(n: int, size: int) -> None:
+    for num_threads in (1, 2):
+        _native.set_num_threads(num_threads)
+        x, residual, weight = torch.randn(n, size), torch.randn(n, size), torch.randn(size)
+        values, codes = torch.empty(n, size), empty_quantized(n, size)
+        add_rms_norm(x, residual.clone(), weight, 1e-6, values)
+        add_rms_norm(x, residual.clone(), weight, 1e-6, codes)
+        expected = quantize_rows(values)
+        for part in ("codes", "scales", "scaled_sums", "sums"):
+            assert torch.equal(getattr(codes, part), getattr(expected, part))
+        gate_up = torch.randn(n, 2 * size)
+        gated_activation(gate_up, "silu", values)
+        gated_activation(gate_up, "silu", codes)
+        assert torch.equal(codes.codes, quantize_rows(values).codes)
+        assert torch.equal(codes.scales, quantize_rows(values).scales)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather_rows(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    table = torch.randn(50, 77).to(dtype)
+    for n in (0, 1, 200):
+        ids = torch.randint(0, 50, (n,), dtype=torch.int32)
+        out = torch.empty(n, 77, dtype=out_dtype)
+        gather_rows(table, ids, out)
+        assert torch.equal(out, table[ids.long()].to(out_dtype))
+    with pytest.raises(ValueError, match="ids"):
+        gather_rows(table, torch.tensor([50], dtype=torch.int32), torch.empty(1, 77))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 1000, 49152, 20011])
+def test_argmax(vocab_size: int) -> None:
+    logits = torch.randn(7, vocab_size).mul(3).round()  # many ties
+    logits[1] = -torch.inf
+    logits[2, vocab_size // 2] = torch.inf
+    logits[3, -1] = torch.nan
+    logits[4, 0] = torch.nan
+    ids, best = argmax(logits)
+    expected = logits.max(-1)
+    torch.testing.assert_close(best, expected.values, equal_nan=True, rtol=0, atol=0)
+    assert torch.equal(ids[[0, 1, 2, 5, 6]], expected.indices[[0, 1, 2, 5, 6]])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 17, 49152, 20011])
+def test_chosen_logprobs(vocab_size: int) -> None:
+    logits = 5 * torch.randn(6, vocab_size)
+    logits[1] += 1000
+    logits[2, 1:] = -torch.inf
+    logits[3] -= 1000
+    ids = torch.randint(0, vocab_size, (6, 4))
+    ids[2] = 0
+    logprobs, ranks, log_sums = chosen_logprobs(logits, ids)
+    expected = logits.double().log_softmax(-1).gather(-1, ids)
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        log_sums.double(), logits.double().logsumexp(-1), rtol=1e-6, atol=1e-6
+    )
+    chosen = logits.gather(-1, ids)
+    assert torch.equal(ranks, (logits[:, None] >= chosen[..., None]).sum(-1).int())
+    same_bits_by_row(lambda rows: chosen_logprobs(logits[rows], ids[rows])[0], 6, logprobs)
+
+
+def random_columns(generator: np.random.Generator, n: int, vocab_size: int) -> RandomColumns:
+    def mix(off: float, values: object) -> np.ndarray:
+        return np.where(generator.random(n) < 0.4, off, values)
+
+    return RandomColumns(
+        temperature=generator.uniform(0.2, 2.0, n).astype(np.float32),
+        top_k=mix(0, generator.integers(1, 200, n) % vocab_size).astype(np.int64),
+        top_p=mix(1.0, generator.uniform(0.05, 0.999, n)),
+        min_p=mix(0.0, generator.uniform(0.001, 0.3, n)).astype(np.float32),
+        seed=generator.integers(0, 2**64, n, dtype=np.uint64),
+        position=generator.integers(0, 5000, n),
+    )
+
+
+def draw(
+    logits: torch.Tensor, columns: RandomColumns, is_greedy: np.ndarray, rows: slice = slice(None)
+) -> tuple[np.ndarray, np.ndarray]:
+    return sample(
+        logits[rows],
+        is_greedy=is_greedy[rows],
+        temperature=columns.temperature[rows],
+        min_p=columns.min_p[rows],
+        top_k=columns.top_k[rows],
+        top_p=columns.top_p[rows],
+        seed=columns.seed[rows],
+        position=columns.position[rows],
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [1, 13, 500, 20011])
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_are_those_of_the_torch_sampler(vocab_size: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    n = 40
+    logits = torch.from_numpy(generator.normal(0, [[3.0], [1.0]] * (n // 2), (n, vocab_size)))
+    logits = logits.float()
+    logits[: n // 4] = logits[: n // 4].round()  # many ties
+    logits[n // 2 :, 1::3] = -torch.inf  # a grammar's mask
+    columns = random_columns(generator, n, vocab_size)
+    is_greedy = generator.random(n) < 0.2
+    ids, is_valid = draw(logits, columns, is_greedy)
+    expected = Sampler().forward(
+        logits.clone(),
+        SamplingMetadata(
+            is_greedy=is_greedy,
+            random=columns,
+            wants_logprobs=np.zeros(n, np.bool_),
+            num_logprobs=np.zeros(n, np.int64),
+        ),
+    )
+    assert is_valid.all()
+    np.testing.assert_array_equal(ids, expected.token_ids)
+    for num_threads in (1, 2, 3):
+        _native.set_num_threads(num_threads)
+        for row in range(n):
+            alone, _ = draw(logits, columns, is_greedy, slice(row, row + 1))
+            assert alone[0] == ids[row]
+
+
+def test_rows_without_a_best_token_are_invalid() -> None:
+    logits = torch.randn(4, 300)
+    logits[0, 7] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 299] = torch.inf
+    columns = random_columns(np.random.default_rng(0), 4, 300)
+    for greedy in (False, True):
+        _, is_valid = draw(logits, columns, np.full(4, greedy))
+        assert is_valid.tolist() == [False, False, False, True]
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]]).repeat(20000, 1)
+    n = len(logits)
+    columns = RandomColumns(
+        temperature=np.full(n, 0.7, np.float32),
+        top_k=np.zeros(n, np.int64),
+        top_p=np.ones(n),
+        min_p=np.zeros(n, np.float32),
+        seed=np.full(n, 99, np.uint64),
+        position=np.arange(n),
+    )
+    ids, _ = draw(logits, columns, np.zeros(n, np.bool_))
+    shares = np.bincount(ids, minlength=5) / n
+    expected = (logits[0].double() / np.float32(0.7)).softmax(-1).numpy()
+    np.testing.assert_allclose(shares, expected, atol=0.012)
