@@ -75,7 +75,8 @@ class TestB111:
             assert results(llm.generate(PROMPTS, PARAMS)) == alone(dtype)
 
     def test_preempted(self, dtype: str) -> None:
-        with engine(dtype, kv_cache_memory_bytes=None, num_kv_blocks=32, block_size=16) as llm:
+        small = {"num_kv_blocks": 20, "block_size": 16, "max_model_len": 320}
+        with engine(dtype, kv_cache_memory_bytes=None, **small) as llm:
             outputs = llm.generate(PROMPTS, PARAMS)
             assert results(outputs) == alone(dtype)
             assert sum(output.metrics.num_preemptions for output in outputs) > 0

@@ -106,7 +106,7 @@ class PagedRun:
             )
             cache = torch.full(shape, torch.nan, dtype=getattr(torch, dtype))
             layer.bind(backend.make_impl(spec), cache)
-        self._builder = backend.make_metadata_builder(spec)
+        self._builder = backend.make_metadata_builder(spec, num_blocks)
 
     def step(self, batch: Sequence[Chunk]) -> list[torch.Tensor]:
         """Compute one flat batch; hidden states [len(chunk), hidden_size] of each chunk."""

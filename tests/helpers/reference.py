@@ -7,8 +7,9 @@ import functools
 import gguf
 import numpy as np
 import torch
-from helpers.default_model import default_model_path
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from helpers.default_model import default_model_path
 
 _NAMES = {
     "attn_q": "self_attn.q_proj",

@@ -71,7 +71,7 @@ def run_backend(spec, batch, causal, seed=0):
     tables = [[free.pop() for _ in range(n)] for n in used]
     backend = ReferenceBackend()
     impl = backend.make_impl(spec)
-    builder = backend.make_metadata_builder(spec)
+    builder = backend.make_metadata_builder(spec, num_blocks)
     shape = backend.get_kv_cache_shape(num_blocks, size, spec.num_kv_heads, spec.head_size)
     cache = torch.full(shape, torch.nan, dtype=dtype)
     kv = [
@@ -102,14 +102,21 @@ def run_backend(spec, batch, causal, seed=0):
     query_lens = [n for n, _ in batch]
     seq_lens = [length for _, length in batch]
     earlier = [length - n for n, length in batch]
-    key, value = (torch.cat([x[i][:n] for x, n in zip(kv, earlier, strict=True)]) for i in (0, 1))
-    impl.write_kv(key, value, cache, builder.build(common(earlier, earlier)))
-    metadata = builder.build(common(query_lens, seq_lens))
-    key, value = (torch.cat([x[i][n:] for x, n in zip(kv, earlier, strict=True)]) for i in (0, 1))
-    impl.write_kv(key, value, cache, metadata)
-    query = torch.randn(sum(query_lens), spec.num_heads, spec.head_size, generator=generator)
+    heads = spec.num_heads
+    if sum(earlier):
+        key, value = (
+            torch.cat([x[i][:n] for x, n in zip(kv, earlier, strict=True)]).flatten(1)
+            for i in (0, 1)
+        )
+        nothing = torch.zeros(sum(earlier), heads * spec.head_size, dtype=dtype)
+        impl.forward(nothing, key, value, None, cache, builder.build(common(earlier, earlier)))
+    key, value = (
+        torch.cat([x[i][n:] for x, n in zip(kv, earlier, strict=True)]).flatten(1) for i in (0, 1)
+    )
+    query = torch.randn(sum(query_lens), heads, spec.head_size, generator=generator)
     query = query.to(dtype)
-    found = impl.forward(query, cache, metadata)
+    metadata = builder.build(common(query_lens, seq_lens))
+    found = impl.forward(query.flatten(1), key, value, None, cache, metadata).view(query.shape)
     expected = [
         naive(spec, q, x[0], x[1], causal) for q, x in zip(query.split(query_lens), kv, strict=True)
     ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from tokenmill.entrypoints.cli.flags import field_docs
 from tokenmill.errors import InvalidRequestError, UnknownArgumentError
 from tokenmill.sampling_params import (

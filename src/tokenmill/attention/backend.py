@@ -62,26 +62,35 @@ class AttentionMetadataBuilder(Protocol):
     def build(self, common: CommonAttentionMetadata) -> AttentionMetadata: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """RoPE of one step: the tables of `layers/rope.py`, and where each token stands."""
+
+    positions: torch.Tensor
+    """int64 [num_tokens]"""
+    cos: torch.Tensor
+    """float32 [max_model_len, rotary_dim / 2]"""
+    sin: torch.Tensor
+
+
 class AttentionImpl(Protocol):
     """One layer's attention."""
 
-    def write_kv(
+    def forward(
         self,
+        query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        rotation: Rotation | None,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
-    ) -> None:
-        """Store K and V, each [num_tokens, num_kv_heads, head_size], in the slots of the step."""
-        ...
-
-    def forward(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """Attend from query [num_tokens, num_heads, head_size] to the cache; the same shape.
+        """Rotate queries and keys, store K and V in the slots of the step, and attend.
 
-        K and V of this step are read back from the cache, so that a token's result does not
-        depend on which step computed its neighbours.
+        Query [num_tokens, num_heads * head_size], key and value [num_tokens,
+        num_kv_heads * head_size], rows may lie apart; the result has the query's shape. K and V of
+        this step are read back from the cache, so that a token's result does not depend on which
+        step computed its neighbours.
         """
         ...
 
@@ -99,9 +108,13 @@ class AttentionBackend(Protocol):
     def get_kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor."""
+        """Shape of one layer's cache tensor; its dtype is the spec's."""
         ...
 
-    def make_metadata_builder(self, spec: AttentionSpec) -> AttentionMetadataBuilder: ...
+    def make_metadata_builder(
+        self, spec: AttentionSpec, num_blocks: int
+    ) -> AttentionMetadataBuilder:
+        """A builder for layers of `spec`, whose caches have `num_blocks` blocks."""
+        ...
 
     def make_impl(self, spec: AttentionSpec) -> AttentionImpl: ...

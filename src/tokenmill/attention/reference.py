@@ -31,7 +31,13 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmill.attention.backend import AttentionMetadata, AttentionSpec, CommonAttentionMetadata
+from tokenmill.attention.backend import (
+    AttentionMetadata,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    Rotation,
+)
+from tokenmill.kernels.rotary import apply_rotary
 
 PARTITION = 256
 TILE_ROWS = 16
@@ -125,7 +131,9 @@ class ReferenceBackend:
     ) -> tuple[int, ...]:
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
-    def make_metadata_builder(self, spec: AttentionSpec) -> ReferenceMetadataBuilder:
+    def make_metadata_builder(
+        self, spec: AttentionSpec, num_blocks: int
+    ) -> ReferenceMetadataBuilder:
         return ReferenceMetadataBuilder(spec)
 
     def make_impl(self, spec: AttentionSpec) -> ReferenceImpl:
@@ -270,22 +278,39 @@ class ReferenceImpl:
         self._queries = _queries_per_tile(spec)
         self._heads_per_kv_head = spec.num_heads // spec.num_kv_heads
 
-    def write_kv(
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        assert isinstance(metadata, ReferenceMetadata)
+        size = self._spec.head_size
+        q, k, v = (x.reshape(len(x), -1, size) for x in (query, key, value))
+        if rotation is not None:
+            cos, sin = rotation.cos[rotation.positions], rotation.sin[rotation.positions]
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        self._write_kv(k, v, kv_cache, metadata)
+        return self._attend_groups(q, kv_cache, metadata).flatten(1)
+
+    def _write_kv(
         self,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: ReferenceMetadata,
     ) -> None:
-        assert isinstance(metadata, ReferenceMetadata)
         for cache, new in zip(kv_cache, (key, value), strict=True):
             rows = new.reshape(-1, self._spec.head_size).to(cache.dtype)
             cache.view(-1, self._spec.head_size).index_copy_(0, metadata.kv_rows, rows)
 
-    def forward(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+    def _attend_groups(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: ReferenceMetadata
     ) -> torch.Tensor:
-        assert isinstance(metadata, ReferenceMetadata)
+        """Output [num_tokens, num_heads, head_size] of query of that shape."""
         out = torch.empty_like(query)
         scaled = query.float() * self._spec.scale
         padded = torch.cat([scaled, scaled.new_zeros(1, *query.shape[1:])])

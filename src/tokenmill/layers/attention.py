@@ -87,10 +87,5 @@ class Attention(nn.Module):
         if self._impl is None or self._kv_cache is None:
             raise RuntimeError(f"Attention layer {self.layer_name!r} has no KV cache: call bind.")
         metadata = get_attention_metadata(self.layer_name)
-        q = query.reshape(-1, self.num_heads, self.head_size)
-        k = key.reshape(-1, self.num_kv_heads, self.head_size)
-        v = value.reshape(-1, self.num_kv_heads, self.head_size)
-        if self.rotary is not None:
-            q, k = self.rotary(positions, q, k)
-        self._impl.write_kv(k, v, self._kv_cache, metadata)
-        return self._impl.forward(q, self._kv_cache, metadata).flatten(1)
+        rotation = None if self.rotary is None else self.rotary.at(positions)
+        return self._impl.forward(query, key, value, rotation, self._kv_cache, metadata)

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tokenmill.attention.backend import Rotation
 from tokenmill.config.parameters import positive_int, rope_parameters
 from tokenmill.errors import ConfigError, did_you_mean
-from tokenmill.kernels.rotary import apply_rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def rope_frequencies(
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by their positions. One object serves all layers of a model."""
+    """The table of angles, by position. One object serves all layers of a model."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -117,12 +117,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", angles.cos() * attention_factor, persistent=False)
         self.register_buffer("sin", angles.sin() * attention_factor, persistent=False)
 
-    def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate query and key, each [N, heads, head_size]; positions is int64 [N]."""
-        cos, sin = self.cos[positions], self.sin[positions]
-        return apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """The rotation of tokens at these positions, int64 [N]; attention applies it."""
+        return Rotation(positions, self.cos, self.sin)
 
 
 def _exponents(rotary_dim: int) -> torch.Tensor:

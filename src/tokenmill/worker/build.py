@@ -82,7 +82,8 @@ def bind_attention(
                 # Not zeroed: pages cost memory only when they are first written, and attention
                 # reads no slot that was not.
                 layers[name].bind(backend.make_impl(spec), torch.empty(shape, dtype=dtype))
-            groups.append(AttentionGroup(index, tuple(names), backend.make_metadata_builder(spec)))
+            builder = backend.make_metadata_builder(spec, cache.num_blocks)
+            groups.append(AttentionGroup(index, tuple(names), builder))
     return groups
 
 

@@ -1,0 +1,122 @@
+"""Attention by the native kernels: bfloat16 caches on processors with AVX-512.
+
+The cache has a layout of its own (`kernels/paged_attention.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenmill.attention.backend import (
+    AttentionMetadata,
+    AttentionSpec,
+    CommonAttentionMetadata,
+    Rotation,
+)
+from tokenmill.kernels.paged_attention import (
+    AttentionPlan,
+    PagedAttentionShape,
+    kv_cache_shape,
+    paged_attention,
+    rotate_and_write_kv,
+    unsupported_reasons,
+    write_kv,
+)
+
+_DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class CpuMetadata:
+    """One step's work, cut into tasks, and where its tokens go."""
+
+    plan: AttentionPlan
+    slot_mapping: torch.Tensor
+
+
+class CpuBackend:
+    """Our own kernels."""
+
+    name = "cpu"
+
+    def unsupported_reasons(self, spec: AttentionSpec) -> list[str]:
+        if spec.dtype != _DTYPE:
+            return [f"dtype {spec.dtype} is served by the reference, {_DTYPE} here"]
+        return unsupported_reasons(
+            _DTYPE, spec.num_heads, spec.num_kv_heads, spec.head_size, spec.block_size
+        )
+
+    def get_kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, _DTYPE)
+
+    def make_metadata_builder(self, spec: AttentionSpec, num_blocks: int) -> CpuMetadataBuilder:
+        return CpuMetadataBuilder(_shape(spec), num_blocks)
+
+    def make_impl(self, spec: AttentionSpec) -> CpuImpl:
+        return CpuImpl(_shape(spec))
+
+
+def _shape(spec: AttentionSpec) -> PagedAttentionShape:
+    return PagedAttentionShape(
+        kv_dtype=_DTYPE,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        block_size=spec.block_size,
+        scale=spec.scale,
+        logits_soft_cap=spec.logits_soft_cap,
+        sliding_window=spec.sliding_window,
+    )
+
+
+class CpuMetadataBuilder:
+    """Plans the tasks of a step; the plan is one object, filled anew for each step."""
+
+    def __init__(self, shape: PagedAttentionShape, num_blocks: int) -> None:
+        self._shape = shape
+        self._num_blocks = num_blocks
+        self._plan = AttentionPlan()
+
+    def build(self, common: CommonAttentionMetadata) -> CpuMetadata:
+        assert common.causal, "the native kernels attend to earlier tokens only"
+        self._plan.build(
+            self._shape,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table,
+            self._num_blocks,
+        )
+        return CpuMetadata(self._plan, common.slot_mapping)
+
+
+class CpuImpl:
+    """One layer's attention."""
+
+    def __init__(self, shape: PagedAttentionShape) -> None:
+        self._shape = shape
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        assert isinstance(metadata, CpuMetadata)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        if rotation is None:
+            write_kv(self._shape, key, value, kv_cache, metadata.slot_mapping)
+        else:
+            rotated = torch.empty(query.shape, dtype=query.dtype)
+            rotate_and_write_kv(
+                self._shape, query, key, value, kv_cache, metadata.slot_mapping, rotation, rotated
+            )
+            query = rotated
+        paged_attention(self._shape, metadata.plan, query, kv_cache, out)
+        return out
