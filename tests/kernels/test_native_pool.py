@@ -25,6 +25,16 @@ def count(num_tasks: int, repeats: int) -> torch.Tensor:
     return counts
 
 
+def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_tasks", [0, 1, 2, 7, 1000])
 def test_each_task_runs_once_a_job(num_threads, num_tasks) -> None:
@@ -98,15 +108,41 @@ try:
 except ConfigError as error:
     print(error)
 """
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "TOKENMILL_ISA": isa},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    result = run_python(program, TOKENMILL_ISA=isa)
     assert result.stdout.strip() == (f"TOKENMILL_ISA is {isa}; it takes amx, avx512 or reference")
 
 
 def test_limits_are_positive() -> None:
     assert _native.measure_read_bandwidth(1 << 20, 2) > 1e8
+
+
+def test_without_the_module_torch_runs_and_a_warning_says_so() -> None:
+    program = """
+import logging, sys
+logging.basicConfig(format="%(message)s")
+sys.modules["tokenmill._native"] = None
+from tokenmill.kernels import native
+print(native.active_isa(), native.is_available(), native.is_available())
+"""
+    result = run_python(program)
+    assert result.stdout.split() == ["reference", "False", "False"]
+    assert result.stderr.count("The native kernels are not installed") == 1
+    assert "slower" in result.stderr
+
+
+def test_reference_turns_the_kernels_off() -> None:
+    program = """
+from tokenmill.errors import ConfigError
+from tokenmill.kernels import native
+print(native.active_isa())
+try:
+    native.module()
+except ConfigError as error:
+    print(error)
+"""
+    result = run_python(program, TOKENMILL_ISA="reference")
+    assert result.stdout.splitlines() == [
+        "reference",
+        "The native kernels cannot be used here; take the torch kernels instead.",
+    ]
+    assert result.stderr == ""
