@@ -6,6 +6,8 @@
 namespace tokenmill {
 namespace {
 
+// Loops over rows are unrolled, as sums in an array stay in registers only then.
+
 constexpr int kRows = 8;
 constexpr int kPairs = kStep / 2;
 constexpr std::int64_t kAhead = 4096;  // bytes that the prefetch runs ahead
@@ -14,6 +16,7 @@ template <int Rows>
 void multiply_rows(const Bf16Rows& x, int row, const bf16* panel, int num_steps,
                    const PanelOutput& out) {
   __m512 sums[Rows][2];
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
   for (int step = 0; step < num_steps; ++step) {
     const bf16* columns = panel + step * kPanel * kStep;
@@ -22,6 +25,7 @@ void multiply_rows(const Bf16Rows& x, int row, const bf16* panel, int num_steps,
       _mm_prefetch(reinterpret_cast<const char*>(columns + kHalf * kStep) + kAhead, _MM_HINT_T0);
       const __m512bh low = (__m512bh)_mm512_load_si512(columns);
       const __m512bh high = (__m512bh)_mm512_load_si512(columns + kHalf * kStep);
+#pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         std::int32_t values;
         std::memcpy(&values, x.data + (row + r) * x.stride + step * kStep + 2 * pair, 4);
@@ -31,6 +35,7 @@ void multiply_rows(const Bf16Rows& x, int row, const bf16* panel, int num_steps,
       }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
     out.store(row + r, 0, sums[r][0]);
     out.store(row + r, 1, sums[r][1]);

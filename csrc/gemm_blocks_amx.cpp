@@ -20,7 +20,7 @@ namespace tokenmill {
 namespace {
 
 constexpr int kRows = QuantizedGroup::kRows;
-constexpr int kFewestRows = 6;  // below this the tiles' fixed cost is higher than AVX-512's work
+constexpr int kFewestRows = 8;  // below this the tiles' fixed cost is higher than AVX-512's work
 constexpr int kQuads = kStep / 4;
 constexpr int kHalfBytes = kHalf * kStep;  // of 8-bit codes
 

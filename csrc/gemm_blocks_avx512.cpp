@@ -9,6 +9,8 @@
 namespace tokenmill {
 namespace {
 
+// Loops over rows are unrolled, as sums in an array stay in registers only then.
+
 constexpr int kRows = 4;  // divides QuantizedGroup::kRows, so that they lie in one block
 constexpr int kQuads = kStep / 4;
 constexpr int kAhead = 8;  // groups that the prefetch runs ahead
@@ -20,16 +22,19 @@ __m512i four_values(const std::int8_t* codes) {
 }
 
 template <int Rows, int Bits>
-void add_codes(const std::uint8_t* group, const std::int8_t* const (&x)[Rows],
+TOKENMILL_INLINE void add_codes(const std::uint8_t* group, const std::int8_t* const (&x)[Rows],
                __m512i (&sums)[Rows][2]) {
   const __m512i* codes = reinterpret_cast<const __m512i*>(group);
   if constexpr (Bits == 4) {
     const __m512i low_mask = _mm512_set1_epi8(0x0f);
+#pragma GCC unroll 8
     for (int quad = 0; quad < kQuads / 2; ++quad) {
+#pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const __m512i both = _mm512_load_si512(codes + half * kQuads / 2 + quad);
         const __m512i low = _mm512_and_si512(both, low_mask);
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_mask);
+#pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
           sums[r][half] = _mm512_dpbusd_epi32(sums[r][half], low, four_values(x[r] + 4 * quad));
           sums[r][half] = _mm512_dpbusd_epi32(sums[r][half], high,
@@ -39,10 +44,13 @@ void add_codes(const std::uint8_t* group, const std::int8_t* const (&x)[Rows],
     }
   } else {
     const __m512i offset = _mm512_set1_epi8(static_cast<char>(0x80));
+#pragma GCC unroll 8
     for (int quad = 0; quad < kQuads; ++quad) {
+#pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const __m512i code = _mm512_xor_si512(
             _mm512_load_si512(codes + half * kQuads + quad), offset);
+#pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r)
           sums[r][half] = _mm512_dpbusd_epi32(sums[r][half], code, four_values(x[r] + 4 * quad));
       }
@@ -63,6 +71,7 @@ void multiply_rows(const QuantizedRows& x, int row, const BlockWeights& weights,
   const int first = row % QuantizedGroup::kRows;
   const int zero = Bits == 8 ? 128 : format.zero;
   __m512 sums[Rows][2];
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
   for (int g = 0; g < num_groups; ++g) {
     const std::uint8_t* group = panel + g * group_bytes;
@@ -72,6 +81,7 @@ void multiply_rows(const QuantizedRows& x, int row, const BlockWeights& weights,
     const QuantizedGroup& x_group = x.block_of(row)[g];
     const std::int8_t* codes[Rows];
     __m512i integers[Rows][2];
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       codes[r] = x_group.codes[first + r];
       integers[r][0] = integers[r][1] = _mm512_set1_epi32(-zero * x_group.sums[first + r]);
@@ -79,8 +89,10 @@ void multiply_rows(const QuantizedRows& x, int row, const BlockWeights& weights,
     add_codes<Rows, Bits>(group, codes, integers);
 
     const fp16* scales = reinterpret_cast<const fp16*>(group + format.code_bytes());
+#pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const __m512 scale = half_scales(scales + half * kHalf);
+#pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
         const __m512 x_scale = _mm512_set1_ps(x_group.scales[first + r]);
         sums[r][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(integers[r][half]),
@@ -88,12 +100,14 @@ void multiply_rows(const QuantizedRows& x, int row, const BlockWeights& weights,
       }
       if constexpr (HasMinimum) {
         const __m512 minimum = half_scales(scales + kPanel + half * kHalf);
+#pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r)
           sums[r][half] = _mm512_fmadd_ps(
               minimum, _mm512_set1_ps(x_group.scaled_sums[first + r]), sums[r][half]);
       }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
     out.store(row + r, 0, sums[r][0]);
     out.store(row + r, 1, sums[r][1]);
