@@ -15,6 +15,7 @@ from tokenmill.attention.backend import (
     CommonAttentionMetadata,
     Rotation,
 )
+from tokenmill.kernels import arena
 from tokenmill.kernels.paged_attention import (
     AttentionPlan,
     PagedAttentionShape,
@@ -109,13 +110,22 @@ class CpuImpl:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         assert isinstance(metadata, CpuMetadata)
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = arena.empty(*query.shape, dtype=query.dtype)
         if rotation is None:
             write_kv(self._shape, key, value, kv_cache, metadata.slot_mapping)
         else:
-            rotated = torch.empty(query.shape, dtype=query.dtype)
+            rotated = arena.empty(*query.shape, dtype=query.dtype)
             rotate_and_write_kv(
-                self._shape, query, key, value, kv_cache, metadata.slot_mapping, rotation, rotated
+                self._shape,
+                query,
+                key,
+                value,
+                kv_cache,
+                metadata.slot_mapping,
+                rotation.positions,
+                rotation.cos,
+                rotation.sin,
+                rotated,
             )
             query = rotated
         paged_attention(self._shape, metadata.plan, query, kv_cache, out)

@@ -14,7 +14,13 @@ def _reference() -> AttentionBackend:
     return ReferenceBackend()
 
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"reference": _reference}
+def _cpu() -> AttentionBackend:
+    from tokenmill.attention.cpu import CpuBackend
+
+    return CpuBackend()
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"cpu": _cpu, "reference": _reference}
 """The best first: `auto` takes the first that supports the model and the machine."""
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tokenmill.kernels.activation import silu_and_mul
-from tokenmill.layers.linear import Linear, LinearMethod
+from tokenmill.layers.kernels import LayerKernels
+from tokenmill.layers.linear import Linear
+from tokenmill.layers.linear_method import Activations
 
 
 class GatedMLP(nn.Module):
@@ -19,20 +20,24 @@ class GatedMLP(nn.Module):
         *,
         bias: bool,
         dtype: torch.dtype,
-        method: LinearMethod,
+        kernels: LayerKernels,
     ) -> None:
         super().__init__()
+        self.kernels = kernels
         self.gate_up_proj = Linear(
             hidden_size,
             {"gate_proj": intermediate_size, "up_proj": intermediate_size},
             bias=bias,
             dtype=dtype,
-            method=method,
+            kernels=kernels,
         )
         self.down_proj = Linear(
-            intermediate_size, hidden_size, bias=bias, dtype=dtype, method=method
+            intermediate_size, hidden_size, bias=bias, dtype=dtype, kernels=kernels
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Activations) -> torch.Tensor:
         """Map x [N, hidden_size] to the same shape."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        gate_up = self.gate_up_proj(x)
+        activated = self.down_proj.empty_input(len(gate_up))
+        self.kernels.silu_and_mul(gate_up, activated)
+        return self.down_proj(activated)  # type: ignore[no-any-return]

@@ -13,7 +13,9 @@ from tokenmill.config.parameters import positive_int, read_parameters
 from tokenmill.errors import ConfigError
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import VocabEmbedding
-from tokenmill.layers.linear import Linear, LinearMethod, PlainLinearMethod
+from tokenmill.layers.kernels import LayerKernels, layer_kernels
+from tokenmill.layers.linear import Linear
+from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import RMSNorm
 from tokenmill.layers.rope import RopeConfig, RotaryEmbedding
@@ -83,7 +85,7 @@ class LlamaAttention(nn.Module):
         config: LlamaConfig,
         rotary: RotaryEmbedding,
         dtype: torch.dtype,
-        method: LinearMethod,
+        kernels: LayerKernels,
     ) -> None:
         super().__init__()
         self.q_size = config.num_heads * config.head_size
@@ -93,7 +95,7 @@ class LlamaAttention(nn.Module):
             {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size},
             bias=config.attention_bias,
             dtype=dtype,
-            method=method,
+            kernels=kernels,
         )
         self.attn = Attention(
             f"{name}.attn",
@@ -105,10 +107,14 @@ class LlamaAttention(nn.Module):
             sliding_window=config.sliding_window,
         )
         self.o_proj = Linear(
-            self.q_size, config.hidden_size, bias=config.attention_bias, dtype=dtype, method=method
+            self.q_size,
+            config.hidden_size,
+            bias=config.attention_bias,
+            dtype=dtype,
+            kernels=kernels,
         )
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: torch.Tensor, x: Activations) -> torch.Tensor:
         qkv = self.qkv_proj(x)
         query, key, value = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         return self.o_proj(self.attn(positions, query, key, value))  # type: ignore[no-any-return]
@@ -123,27 +129,40 @@ class LlamaDecoderLayer(nn.Module):
         config: LlamaConfig,
         rotary: RotaryEmbedding,
         dtype: torch.dtype,
-        method: LinearMethod,
+        kernels: LayerKernels,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = LlamaAttention(f"{name}.self_attn", config, rotary, dtype, method)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = LlamaAttention(f"{name}.self_attn", config, rotary, dtype, kernels)
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             bias=config.mlp_bias,
             dtype=dtype,
-            method=method,
+            kernels=kernels,
+        )
+        # Each norm writes in the form in which the layer behind it reads.
+        self.input_layernorm = RMSNorm(
+            config.hidden_size,
+            config.rms_norm_eps,
+            dtype=dtype,
+            kernels=kernels,
+            empty_out=self.self_attn.qkv_proj.empty_input,
+        )
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size,
+            config.rms_norm_eps,
+            dtype=dtype,
+            kernels=kernels,
+            empty_out=self.mlp.gate_up_proj.empty_input,
         )
 
     def forward(
         self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(positions, x)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        normed, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(positions, normed)
+        normed, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(normed), residual
 
 
 class LlamaModel(nn.Module):
@@ -155,22 +174,26 @@ class LlamaModel(nn.Module):
         dtype: torch.dtype,
         max_model_len: int,
         layers: range,
-        method: LinearMethod,
+        kernels: LayerKernels,
     ) -> None:
         super().__init__()
         self.is_first_rank = layers.start == 0
         self.is_last_rank = layers.stop == config.num_layers
         if self.is_first_rank or (self.is_last_rank and config.tie_word_embeddings):
-            self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, dtype)
+            self.embed_tokens = VocabEmbedding(
+                config.vocab_size, config.hidden_size, dtype=dtype, kernels=kernels
+            )
         rotary = RotaryEmbedding(config.rope, config.head_size, max_model_len)
         self.layers = nn.ModuleDict(
             {
-                str(i): LlamaDecoderLayer(f"model.layers.{i}", config, rotary, dtype, method)
+                str(i): LlamaDecoderLayer(f"model.layers.{i}", config, rotary, dtype, kernels)
                 for i in layers
             }
         )
         if self.is_last_rank:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+            self.norm = RMSNorm(
+                config.hidden_size, config.rms_norm_eps, dtype=dtype, kernels=kernels
+            )
 
     def forward(
         self,
@@ -205,23 +228,27 @@ class LlamaForCausalLM(nn.Module):
         dtype: torch.dtype,
         max_model_len: int,
         layers: range | None = None,
-        method: LinearMethod | None = None,
+        kernels: LayerKernels | None = None,
     ) -> None:
         """Parameters are allocated, not filled.
 
-        `layers` are those of this pipeline rank (all by default); `method` keeps the weights of
-        the linear layers (plain by default).
+        `layers` are those of this pipeline rank (all by default); `kernels` the arithmetic (the
+        best for `dtype` on this machine by default).
         """
         super().__init__()
         config = LlamaConfig.from_hf(hf_config)
         if layers is None:
             layers = range(config.num_layers)
-        self.model = LlamaModel(config, dtype, max_model_len, layers, method or PlainLinearMethod())
+        if kernels is None:
+            kernels = layer_kernels(dtype)
+        self.model = LlamaModel(config, dtype, max_model_len, layers, kernels)
         if self.model.is_last_rank:
             self.lm_head = (
                 self.model.embed_tokens
                 if config.tie_word_embeddings
-                else VocabEmbedding(config.vocab_size, config.hidden_size, dtype)
+                else VocabEmbedding(
+                    config.vocab_size, config.hidden_size, dtype=dtype, kernels=kernels
+                )
             )
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:

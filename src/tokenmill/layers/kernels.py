@@ -1,0 +1,48 @@
+"""Which kernels a model's layers run on; chosen once, when the model is built."""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import torch
+
+from tokenmill.kernels import native
+from tokenmill.layers.linear_method import Activations, LinearMethod
+from tokenmill.layers.packed import NativeKernels
+from tokenmill.layers.plain import PlainKernels
+
+
+class LayerKernels(Protocol):
+    """What layers are made of, in one arithmetic."""
+
+    def linear_method(
+        self, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> LinearMethod:
+        """A place for a weight matrix."""
+        ...
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: Activations,
+    ) -> torch.Tensor:
+        """Add x [N, size] to the residual (None where the stream begins), and put the sum's RMSNorm
+        into `out`. Returns the new residual, float32 of x's shape, perhaps in the old one's place.
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: torch.Tensor, out: Activations) -> None:
+        """Put silu(first half) * second half of gate_up [N, 2 * size] into `out`."""
+        ...
+
+
+@functools.cache
+def layer_kernels(dtype: torch.dtype) -> LayerKernels:
+    """The native kernels for bfloat16 where they can be had, else torch's."""
+    if dtype == torch.bfloat16 and native.is_available():
+        return NativeKernels()
+    return PlainKernels()

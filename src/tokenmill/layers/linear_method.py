@@ -1,0 +1,38 @@
+"""How a layer keeps a weight matrix and multiplies with it: the seam for weight formats."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from tokenmill.kernels.gemm import QuantizedRows
+from tokenmill.layers.weights import WeightSlot
+
+Activations = torch.Tensor | QuantizedRows
+"""Rows that go into a product: plain [N, in_features], or quantised as the weights want them."""
+
+
+class LinearMethod(Protocol):
+    """One weight matrix [out_features, in_features]."""
+
+    bias_dtype: torch.dtype
+    """Type in which `project` takes the bias."""
+
+    def slot(self, name: str, rows: slice) -> WeightSlot:
+        """Where the checkpoint's weight `name` goes, which is these rows of the matrix."""
+        ...
+
+    def empty_input(self, num_rows: int) -> Activations:
+        """Where whoever makes the input may write it, so that it need not be converted again."""
+        ...
+
+    def project(
+        self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Compute x @ weight.T + bias, [N, out_features]; bias [out_features]."""
+        ...
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ids, int32 or int64 [N], of the matrix: [N, in_features]."""
+        ...

@@ -1,0 +1,133 @@
+"""Weights packed for the native kernels: bfloat16, or the codes and scales of GGUF blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+
+from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.kernels import arena, fused
+from tokenmill.kernels.gemm import (
+    BLOCK_TYPES,
+    PackedBf16,
+    PackedBlocks,
+    QuantizedRows,
+    gemm_bf16,
+    gemm_blocks,
+    quantize_rows,
+)
+from tokenmill.layers.linear_method import Activations
+from tokenmill.layers.weights import WeightSlot
+from tokenmill.quantization.dequantize import dequantize, rows_in_order
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Neighbouring rows of the matrix in one format."""
+
+    rows: slice
+    weight: PackedBf16 | PackedBlocks
+
+
+@dataclass(slots=True)
+class PackedLinearMethod:
+    """A matrix in spans: parts of a merged layer that have one format are one product.
+
+    Block types that the kernels know keep their codes; everything else becomes bfloat16.
+    """
+
+    out_features: int
+    in_features: int
+    bias_dtype: torch.dtype = torch.float32
+    _loaded: dict[int, RawTensor] = field(default_factory=dict)
+    """Parts by their first row, until all are there; they are mapped, not copied."""
+    _spans: list[_Span] = field(default_factory=list)
+
+    def slot(self, name: str, rows: slice) -> WeightSlot:
+        def load(raw: RawTensor) -> None:
+            self._loaded[rows.start] = raw
+            if sum(part.shape[0] for part in self._loaded.values()) == self.out_features:
+                self._pack()
+
+        return WeightSlot(name, (rows.stop - rows.start, self.in_features), load)
+
+    def empty_input(self, num_rows: int) -> Activations:
+        if all(isinstance(span.weight, PackedBlocks) for span in self._spans):
+            return fused.empty_quantized(num_rows, self.in_features)
+        return arena.empty(num_rows, self.in_features, dtype=torch.bfloat16)
+
+    def project(
+        self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        num_rows = x.num_rows if isinstance(x, QuantizedRows) else len(x)
+        out = arena.empty(num_rows, self.out_features, dtype=out_dtype)
+        for span in self._spans:
+            part = out[:, span.rows]
+            part_bias = None if bias is None else bias[span.rows]
+            if isinstance(span.weight, PackedBlocks):
+                x = x if isinstance(x, QuantizedRows) else quantize_rows(x)
+                gemm_blocks(x, span.weight, part_bias, out=part)
+            else:
+                assert isinstance(x, torch.Tensor)
+                gemm_bf16(x, span.weight, part_bias, out=part)
+        return out
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        (span,) = self._spans
+        return span.weight.unpack_rows(ids.long())
+
+    def _pack(self) -> None:
+        start = 0
+        in_order = [self._loaded[first] for first in sorted(self._loaded)]
+        for key, group in groupby(in_order, key=_packed_format):
+            parts = list(group)
+            stop = start + sum(part.shape[0] for part in parts)
+            self._spans.append(_Span(slice(start, stop), _pack_parts(key, parts)))
+            start = stop
+        self._loaded.clear()
+
+
+class NativeKernels:
+    """The kernels of a layer, compiled; activations are bfloat16, the residual float32."""
+
+    def linear_method(
+        self, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> PackedLinearMethod:
+        assert dtype == torch.bfloat16
+        return PackedLinearMethod(out_features, in_features)
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: Activations,
+    ) -> torch.Tensor:
+        starts_stream = residual is None
+        if residual is None:
+            residual = arena.empty(*x.shape, dtype=torch.float32)
+        fused.add_rms_norm(x, residual, weight, eps, out, starts_stream=starts_stream)
+        return residual
+
+    def silu_and_mul(self, gate_up: torch.Tensor, out: Activations) -> None:
+        fused.gated_activation(gate_up, "silu", out)
+
+
+def _packed_format(raw: RawTensor) -> str:
+    return raw.format if raw.format in BLOCK_TYPES else "bfloat16"
+
+
+def _pack_parts(packed_format: str, parts: list[RawTensor]) -> PackedBf16 | PackedBlocks:
+    num_rows, num_columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    if packed_format == "bfloat16":
+        return PackedBf16.pack(_joined([dequantize(part, torch.bfloat16) for part in parts]))
+    raw = _joined([rows_in_order(part) for part in parts])
+    return PackedBlocks.pack(packed_format, raw, num_rows, num_columns)
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One tensor of all rows; a single one is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

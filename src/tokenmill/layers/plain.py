@@ -1,0 +1,65 @@
+"""Weights as they are, multiplied by torch: the reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tokenmill.kernels.activation import silu_and_mul
+from tokenmill.kernels.linear import linear, linear_float32
+from tokenmill.kernels.norm import rms_norm
+from tokenmill.layers.linear_method import Activations
+from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+
+
+class PlainLinearMethod(nn.Module):
+    """A matrix in the activations' dtype."""
+
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype)
+        self.bias_dtype = dtype
+
+    def slot(self, name: str, rows: slice) -> WeightSlot:
+        return parameter_slot(name, self.weight[rows])
+
+    def empty_input(self, num_rows: int) -> torch.Tensor:
+        return torch.empty(num_rows, self.weight.shape[1], dtype=self.weight.dtype)
+
+    def project(
+        self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        if out_dtype == self.weight.dtype:
+            return linear(x, self.weight, bias)
+        assert bias is None
+        return linear_float32(x, self.weight)
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[ids]
+
+
+class PlainKernels:
+    """Every kernel of a layer in torch."""
+
+    def linear_method(
+        self, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> PlainLinearMethod:
+        return PlainLinearMethod(out_features, in_features, dtype)
+
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+        out: Activations,
+    ) -> torch.Tensor:
+        assert isinstance(out, torch.Tensor)
+        residual = x.float() if residual is None else residual + x
+        out.copy_(rms_norm(residual, weight, eps))
+        return residual
+
+    def silu_and_mul(self, gate_up: torch.Tensor, out: Activations) -> None:
+        assert isinstance(out, torch.Tensor)
+        out.copy_(silu_and_mul(gate_up))
