@@ -21,6 +21,9 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
+_MAX_SHOWN = 80
+"""Characters of a value in a message."""
+
 
 class TokenmillError(Exception):
     """Root of the tree; `http_status` and `code` say how a server reports it."""
@@ -94,6 +97,15 @@ class EngineDeadError(TokenmillError):
 
     http_status = 503
     code = "engine_dead"
+
+
+def shown(value: object) -> str:
+    """`repr(value)` for a message: short, whatever the value is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes out no integer of more than some thousand digits
+        return f"<{type(value).__name__} too large to show>"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

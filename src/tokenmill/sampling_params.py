@@ -8,13 +8,13 @@ the input processor.
 from __future__ import annotations
 
 import enum
-import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from tokenmill.errors import InvalidRequestError, refuse_unknown
+from tokenmill.errors import InvalidRequestError, refuse_unknown, shown
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this are greedy."""
@@ -27,6 +27,8 @@ MAX_STOP_LENGTH = 1_024
 """Characters in one stop string."""
 MAX_STOP_TOKEN_IDS = 1_024
 MAX_TOKENS_LIMIT = 2**31 - 1
+MAX_INTEGER = 2**63 - 1
+"""Of parameters without a limit of their own: what a message between processes can carry."""
 ALL_LOGPROBS = -1
 """Value of `logprobs` that asks for the whole vocabulary."""
 
@@ -169,28 +171,32 @@ _FLAGS = (
 
 
 def _refusal(name: str, value: object, rule: str) -> InvalidRequestError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return InvalidRequestError(f"{name}={shown}: {rule}.", parameter=name)
+    return InvalidRequestError(f"{name}={shown(value)}: {rule}.", parameter=name)
 
 
-def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+def _is_a(kind: type, value: object) -> bool:
+    """Whether a value is a number of this kind, of Python or of numpy; truth values are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     interval = f"{'(' if open_low else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_a(numbers.Real, value) or value != value:
         raise _refusal(name, value, f"must be a finite number in {interval}")
     if not low <= value <= high or (open_low and value == low):
         raise _refusal(name, value, f"must lie in {interval}")
     return float(value)
 
 
-def _integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    limit = f"at least {low}" if high is None else f"between {low} and {high}"
-    if isinstance(value, bool) or not isinstance(value, int):
+def _integer(name: str, value: Any, low: int, high: int = MAX_INTEGER) -> int:
+    limit = f"at least {low}" if high == MAX_INTEGER else f"between {low} and {high}"
+    if not _is_a(numbers.Integral, value):
         raise _refusal(name, value, f"must be an integer, {limit}")
-    if value < low or (high is not None and value > high):
+    if value < low:
         raise _refusal(name, value, f"must be {limit}")
-    return value
+    if value > high:
+        raise _refusal(name, value, f"must be at most {high}")
+    return int(value)
 
 
 def _optional_integer(name: str, value: object, low: int, high: int) -> int | None:
@@ -204,9 +210,10 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _seed(value: object) -> int | None:
-    if value is None or value == -1:
+    if value is None:
         return None
-    return _integer("seed", value, -(2**63), 2**64 - 1)
+    seed = _integer("seed", value, -(2**63), 2**64 - 1)
+    return None if seed == -1 else seed
 
 
 def _logprobs(name: str, value: object) -> int | None:
@@ -218,7 +225,10 @@ def _logprobs(name: str, value: object) -> int | None:
 def _truncation(value: object) -> int | None:
     if value is None:
         return None
-    return -1 if value == -1 else _integer("truncate_prompt_tokens", value, 1)
+    keep = _integer("truncate_prompt_tokens", value, -1)
+    if keep == 0:
+        raise _refusal("truncate_prompt_tokens", value, "must be at least 1, or -1")
+    return keep
 
 
 def _output_kind(value: object) -> RequestOutputKind:
@@ -229,9 +239,12 @@ def _output_kind(value: object) -> RequestOutputKind:
 
 
 def _as_list(name: str, value: object, what: str) -> list[Any]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise _refusal(name, value, f"must be a list of {what}")
-    return list(value)
+    try:
+        if not isinstance(value, str | bytes) and isinstance(value, Iterable):
+            return list(value)
+    except TypeError:  # a tensor without dimensions is iterable only by its class
+        pass
+    raise _refusal(name, value, f"must be a list of {what}")
 
 
 def _stop_strings(value: object) -> list[str] | None:

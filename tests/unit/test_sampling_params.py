@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from tokenmill.entrypoints.cli.flags import field_docs
@@ -35,15 +36,18 @@ NAN, INF = float("nan"), float("inf")
         ("temperature", NAN),
         ("temperature", INF),
         ("temperature", "1"),
+        ("temperature", 10**400),
         ("top_p", 0),
         ("top_p", 1.5),
         ("top_p", NAN),
         ("top_k", -2),
         ("top_k", 1.0),
+        ("top_k", 2**63),
         ("min_p", 1.1),
         ("min_p", -0.1),
         ("seed", "1"),
         ("seed", 2**64),
+        ("seed", np.array([1, 2])),
         ("stop", ""),
         ("stop", [""]),
         ("stop", [1]),
@@ -57,6 +61,7 @@ NAN, INF = float("nan"), float("inf")
         ("ignore_eos", 1),
         ("max_tokens", 0),
         ("max_tokens", 10**12),
+        pytest.param("max_tokens", 10**5000, id="max_tokens-5000-digits"),
         ("max_tokens", "16"),
         ("min_tokens", -1),
         ("min_tokens", 17),
@@ -65,6 +70,7 @@ NAN, INF = float("nan"), float("inf")
         ("prompt_logprobs", -2),
         ("truncate_prompt_tokens", 0),
         ("truncate_prompt_tokens", -2),
+        ("truncate_prompt_tokens", np.array([1, 2])),
         ("output_kind", 9),
         ("detokenize", None),
     ],
@@ -75,6 +81,17 @@ def test_b015_b127_bad_values_are_refused_by_name(name: str, value: Any) -> None
     assert isinstance(caught.value, ValueError)
     assert caught.value.parameter == name
     assert len(str(caught.value)) < 300
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int32(3),
+        seed=np.uint64(7),
+        stop_token_ids=np.arange(2),
+    )
+    assert params == SamplingParams(temperature=0.5, top_k=3, seed=7, stop_token_ids=[0, 1])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 
 @pytest.mark.parametrize(
