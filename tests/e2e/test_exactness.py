@@ -75,7 +75,7 @@ class TestB111:
             assert results(llm.generate(PROMPTS, PARAMS)) == alone(dtype)
 
     def test_preempted(self, dtype: str) -> None:
-        small = {"num_kv_blocks": 20, "block_size": 16, "max_model_len": 320}
+        small = {"num_kv_blocks": 10, "block_size": 32, "max_model_len": 288}
         with engine(dtype, kv_cache_memory_bytes=None, **small) as llm:
             outputs = llm.generate(PROMPTS, PARAMS)
             assert results(outputs) == alone(dtype)

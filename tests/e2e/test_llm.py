@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.tiny import tiny_llama
@@ -99,6 +100,36 @@ def test_counts_must_match(llm: LLM) -> None:
         llm.generate(["a", "b"], GREEDY, priority=[1])
     with pytest.raises(InvalidRequestError, match="must be SamplingParams"):
         llm.generate(["a"], [{"temperature": 1}])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prompts": None}, "prompt is a NoneType"),
+        ({"prompts": b"abc"}, "prompt is a bytes"),
+        ({"prompts": "a", "sampling_params": 5}, "sampling_params is a int"),
+        ({"prompts": "a", "sampling_params": {"temperature": 1}}, "sampling_params is a dict"),
+        ({"prompts": "a", "priority": 5}, "priority is a int"),
+        ({"prompts": {"prompt": "The quick" * 9, "cache_salt": "\ud800"}}, "cache_salt"),
+    ],
+    ids=["none", "bytes", "params", "params-dict", "priority", "salt"],
+)
+def test_arguments_of_another_kind_are_named(
+    llm: LLM, arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        llm.generate(**arguments)
+    assert len(texts(llm, "The")) == 1
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", {"role": "user", "content": "x"}])
+def test_messages_of_another_kind_are_named(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="messages must be a list"):
+        llm.chat(messages)
+
+
+def test_an_array_of_ids_is_a_prompt(llm: LLM) -> None:
+    assert texts(llm, np.array([5, 6, 7])) == texts(llm, [5, 6, 7])
 
 
 def test_unknown_settings_are_refused_with_the_nearest() -> None:
