@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
+import numbers
 import random
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.request import EngineCoreRequest
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
-from tokenmill.errors import ContextLengthExceededError, InvalidRequestError
+from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
 from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
 from tokenmill.tokenizer.tokenizer import Tokenizer
 
@@ -64,6 +68,7 @@ class InputProcessor:
         Raises `InvalidRequestError`, or `ContextLengthExceededError` for a prompt that leaves no
         room for a token.
         """
+        _check_caller(request_id, arrival_time)
         parsed = parse_prompt(prompt)
         self._check_params(params)
         self._check_priority(priority)
@@ -118,8 +123,7 @@ class InputProcessor:
     def _token_ids(self, parsed: ParsedPrompt, params: SamplingParams) -> list[int]:
         """The prompt's ids, tokenized or checked."""
         if parsed.token_ids is not None:
-            self._check_ids("prompt_token_ids", parsed.token_ids)
-            token_ids = parsed.token_ids
+            token_ids = self._checked_ids("prompt_token_ids", parsed.token_ids)
         else:
             assert parsed.text is not None
             token_ids = self._encode(parsed.text, params)
@@ -144,7 +148,15 @@ class InputProcessor:
                 f" (max_model_len) can hold; shorten it, or set truncate_prompt_tokens.",
                 parameter="prompt",
             )
-        return self._tokenizer.encode(text)
+        token_ids = self._tokenizer.encode(text)
+        if max(token_ids, default=0) >= self._vocab_size:
+            raise InvalidRequestError(
+                f"prompt holds token {max(token_ids)} of the tokenizer, but token ids of this model"
+                f" lie between 0 and {self._vocab_size - 1}: the two do not belong together."
+                f" Build the engine with the model's own tokenizer, or leave out that text.",
+                parameter="prompt",
+            )
+        return token_ids
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """The last `truncate_prompt_tokens` ids."""
@@ -164,11 +176,16 @@ class InputProcessor:
                 parameter="prompt",
             )
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: object) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params is a {type(params).__name__}; it must be SamplingParams.",
+                parameter="sampling_params",
+            )
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         if params.stop_token_ids:
-            self._check_ids("stop_token_ids", params.stop_token_ids)
+            self._checked_ids("stop_token_ids", params.stop_token_ids)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 "stop needs a tokenizer, and the engine has none (skip_tokenizer_init);"
@@ -190,28 +207,50 @@ class InputProcessor:
     def _check_priority(self, priority: int) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(
-                f"priority={priority!r} must be an integer; smaller is earlier.",
+                f"priority={shown(priority)} must be an integer; smaller is earlier.",
                 parameter="priority",
             )
         if priority and not self._takes_priority:
             raise InvalidRequestError(
-                f"priority={priority} needs scheduling_policy='priority'; this engine runs 'fcfs'.",
+                f"priority={shown(priority)} needs scheduling_policy='priority'; this engine runs"
+                f" 'fcfs'.",
                 parameter="priority",
             )
 
-    def _check_ids(self, name: str, token_ids: list[int]) -> None:
+    def _checked_ids(self, name: str, token_ids: Iterable[Any]) -> list[int]:
+        """The ids as integers of Python, whatever kind of integer they came as."""
+        checked = []
         for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
+            if isinstance(token_id, bool) or not isinstance(token_id, int | numbers.Integral):
                 raise InvalidRequestError(
-                    f"{name} holds {token_id!r}; every token id must be an integer.",
+                    f"{name} holds {shown(token_id)}; every token id must be an integer.",
                     parameter=name,
                 )
-            if not 0 <= token_id < self._vocab_size:
+            number = int(token_id)
+            if not 0 <= number < self._vocab_size:
                 raise InvalidRequestError(
-                    f"{name} holds {token_id}; token ids of this model lie between 0 and"
+                    f"{name} holds {shown(number)}; token ids of this model lie between 0 and"
                     f" {self._vocab_size - 1}.",
                     parameter=name,
                 )
+            checked.append(number)
+        return checked
+
+
+def _check_caller(request_id: object, arrival_time: object) -> None:
+    """Refuse what would break the tables and queues that all requests share."""
+    if not isinstance(request_id, str):
+        raise InvalidRequestError(
+            f"request_id={shown(request_id)} must be a string.", parameter="request_id"
+        )
+    if arrival_time is not None and (
+        not isinstance(arrival_time, int | float) or not math.isfinite(arrival_time)
+    ):
+        raise InvalidRequestError(
+            f"arrival_time={shown(arrival_time)} must be a finite number of seconds on the"
+            f" monotonic clock.",
+            parameter="arrival_time",
+        )
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
-from tokenmill.errors import InvalidRequestError, did_you_mean
+from tokenmill.errors import InvalidRequestError, did_you_mean, shown
 
 
 class TextPrompt(TypedDict):
@@ -48,8 +48,8 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     if isinstance(prompt, list | tuple):
         return ParsedPrompt(None, list(prompt))
     raise InvalidRequestError(
-        f"prompt is a {type(prompt).__name__}; it must be a string, a list of token ids, or a dict"
-        f" with `prompt` or `prompt_token_ids`.",
+        f"prompt is a {type(prompt).__name__}; it must be a string, a list of token ids (of an"
+        f" array or a tensor: .tolist()), or a dict with `prompt` or `prompt_token_ids`.",
         parameter="prompt",
     )
 
@@ -71,7 +71,8 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
         )
     if token_ids is not None and not isinstance(token_ids, list | tuple):
         raise InvalidRequestError(
-            f"prompt_token_ids is a {type(token_ids).__name__}; it must be a list of integers.",
+            f"prompt_token_ids is a {type(token_ids).__name__}; it must be a list of integers"
+            f" (of an array or a tensor: .tolist()).",
             parameter="prompt_token_ids",
         )
     if text is None and token_ids is None:
@@ -79,9 +80,20 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
             "prompt has neither `prompt` nor `prompt_token_ids`.", parameter="prompt"
         )
     salt = prompt.get("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not salt):
+    if salt is not None and not _is_salt(salt):
         raise InvalidRequestError(
-            f"cache_salt={salt!r} must be a non-empty string; leave it out to share the cache.",
+            f"cache_salt={shown(salt)} must be a non-empty string of valid Unicode; leave it out to"
+            f" share the cache.",
             parameter="cache_salt",
         )
     return ParsedPrompt(text, None if token_ids is None else list(token_ids), salt)
+
+
+def _is_salt(salt: object) -> bool:
+    """Whether it has bytes for the block hashes; lone surrogates have none."""
+    if not isinstance(salt, str):
+        return False
+    try:
+        return bool(salt.encode())
+    except UnicodeEncodeError:
+        return False

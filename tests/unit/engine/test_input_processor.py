@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.tiny import tiny_llama
@@ -73,6 +74,9 @@ def test_text_ids_and_dicts() -> None:
         ({"prompt_token_ids": "abc"}, "prompt_token_ids", "list of integers"),
         ({"prompt": "x", "cache_salt": ""}, "cache_salt", "non-empty"),
         ({"prompt": "x", "cache_salt": 1}, "cache_salt", "non-empty"),
+        ({"prompt": "x", "cache_salt": "\ud800"}, "cache_salt", "valid Unicode"),
+        (b"abc", "prompt", "bytes"),
+        (np.arange(3), "prompt", "tolist"),
         ([1, -1], "prompt_token_ids", "-1"),
         ([1, VOCAB], "prompt_token_ids", f"between 0 and {VOCAB - 1}"),
         ([1, 2**63], "prompt_token_ids", str(2**63)),
@@ -87,6 +91,40 @@ def test_b019_b020_bad_prompts(prompt: Any, parameter: str, words: str) -> None:
         process(prompt)
     assert caught.value.parameter == parameter
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parameter"),
+    [
+        ({"request_id": ["id"]}, "request_id"),
+        ({"params": {"temperature": 1}}, "sampling_params"),
+        ({"arrival_time": "now"}, "arrival_time"),
+        ({"arrival_time": float("nan")}, "arrival_time"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": 10**5000}, "priority"),
+    ],
+    ids=["request_id", "params", "arrival_time", "nan", "priority", "5000-digits"],
+)
+def test_bad_arguments_do_not_reach_the_queue(arguments: dict[str, Any], parameter: str) -> None:
+    given = {"request_id": "id", "prompt": "x", "params": SamplingParams(), **arguments}
+    with pytest.raises(InvalidRequestError) as caught:
+        processor().process(**given)
+    assert caught.value.parameter == parameter
+
+
+def test_ids_of_numpy_become_integers() -> None:
+    ids = process(list(np.array([5, 6], np.int32))).prompt_token_ids
+    assert ids == [5, 6]
+    assert {type(token_id) for token_id in ids} == {int}
+
+
+def test_b019_text_whose_tokens_the_model_does_not_have() -> None:
+    tokenizer = load_tokenizer(TokenizerData(directory=tiny_llama()))
+    narrow = InputProcessor(config(hf_overrides={"vocab_size": 300}), tokenizer, EOS)
+    assert max(tokenizer.encode("The quick")) >= 300
+    with pytest.raises(InvalidRequestError, match="between 0 and 299") as caught:
+        process("The quick", narrow)
+    assert caught.value.parameter == "prompt"
 
 
 @pytest.mark.parametrize(
