@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -70,7 +71,9 @@ class LLM:
         """
         prompt_list = _as_prompts(prompts)
         params_list = self._as_params(sampling_params, len(prompt_list))
-        priorities = [0] * len(prompt_list) if priority is None else list(priority)
+        priorities = [0] * len(prompt_list)
+        if priority is not None:
+            priorities = _as_list("priority", priority, "integers")
         if len(priorities) != len(prompt_list):
             raise InvalidRequestError(
                 f"priority has {len(priorities)} entries for {len(prompt_list)} prompts;"
@@ -96,8 +99,8 @@ class LLM:
 
         Raises `ChatTemplateError` if the model has no chat template or it refuses the messages.
         """
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if one or not messages else messages
+        one = not _is_list(messages) or not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if one else messages
         prompts = [
             self.chat_prompt(
                 conversation,  # type: ignore[arg-type]
@@ -164,7 +167,7 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * num_prompts
-        params = list(given)
+        params = _as_list("sampling_params", given, "SamplingParams")
         if len(params) != num_prompts:
             raise InvalidRequestError(
                 f"sampling_params has {len(params)} entries for {num_prompts} prompts;"
@@ -211,11 +214,23 @@ def _final_only(params: SamplingParams) -> SamplingParams:
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
     """A single prompt in any form, or a sequence of prompts, as a list."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]  # type: ignore[list-item]
     prompt_list = list(prompts)
     if not prompt_list:
         raise InvalidRequestError("prompts is empty; give at least one.", parameter="prompts")
-    if isinstance(prompt_list[0], int):
+    if isinstance(prompt_list[0], int | numbers.Integral):
         return [prompt_list]
     return prompt_list
+
+
+def _as_list(name: str, value: Any, what: str) -> list[Any]:
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequestError(
+            f"{name} is a {type(value).__name__}; it must be a list of {what}.", parameter=name
+        )
+    return list(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

@@ -95,6 +95,11 @@ def render_chat(
 def _template_source(tokenizer: Tokenizer, chat_template: str | None, *, has_tools: bool) -> str:
     templates = tokenizer.chat_templates
     if chat_template is not None:
+        if not isinstance(chat_template, str):
+            raise InvalidRequestError(
+                f"chat_template is a {type(chat_template).__name__}; it must be a string.",
+                parameter="chat_template",
+            )
         return templates.get(chat_template, chat_template)
     if has_tools and TOOL_TEMPLATE in templates:
         return templates[TOOL_TEMPLATE]
