@@ -357,6 +357,34 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
     assert texts(llm, "The quick") == expected
 
 
+def test_ctrl_c_in_the_step_that_ends_a_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = llm.llm_engine._core
+    step = core.step
+
+    def interrupted() -> Any:
+        outputs = step()
+        if any(output.finished for output in outputs.outputs):
+            os.kill(os.getpid(), signal.SIGINT)
+        return outputs
+
+    params = [GREEDY.replace(max_tokens=2), GREEDY]
+    expected = [texts(llm, "The quick", own)[0] for own in params]
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["One two", "lazy dog"], params)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert texts(llm, ["The quick"] * 2, params) == expected
+
+
+def test_generate_leaves_the_requests_of_others_alone() -> None:
+    with make_llm() as llm:
+        prompts, params = ["The quick", "One"], [GREEDY.replace(max_tokens=2), GREEDY]
+        expected = texts(llm, prompts, params)
+        llm.llm_engine.add_request("other", "lazy dog", GREEDY.replace(max_tokens=2))
+        assert texts(llm, prompts, params) == expected
+
+
 def test_close_is_final_and_may_be_repeated() -> None:
     llm = make_llm()
     llm.close()

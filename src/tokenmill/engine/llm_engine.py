@@ -80,9 +80,10 @@ class LLMEngine:
             priority=priority,
             arrival_time=arrival_time,
         )
-        for child in source.children:
-            self._core.add_request(child)
-        self._output_processor.add_request(source)
+        with interrupts_deferred():
+            for child in source.children:
+                self._core.add_request(child)
+            self._output_processor.add_request(source)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and return what it brought. Ctrl-C takes effect after it."""
@@ -94,11 +95,18 @@ class LLMEngine:
         delivered, self._undelivered = self._undelivered, []
         return delivered
 
-    def abort_request(self, request_ids: Sequence[str]) -> list[RequestOutput]:
-        """End these requests now; their last outputs, with reason `abort`. Unknown ids are fine."""
-        outputs, core_ids = self._output_processor.abort(request_ids)
-        self._core.abort_requests(core_ids)
-        return outputs
+    def abort_request(self, request_ids: str | Sequence[str]) -> list[RequestOutput]:
+        """End these requests now; their last outputs, with reason `abort`. Unknown ids are fine.
+
+        Outputs that Ctrl-C kept `step` from returning come with them, so none comes later.
+        """
+        ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        with interrupts_deferred():
+            outputs, core_ids = self._output_processor.abort(ids)
+            self._core.abort_requests(core_ids)
+            kept = self._undelivered
+            self._undelivered = [output for output in kept if output.request_id not in ids]
+        return [*(output for output in kept if output.request_id in ids), *outputs]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._undelivered) or self._output_processor.num_unfinished > 0

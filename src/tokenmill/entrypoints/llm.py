@@ -185,6 +185,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Queue all, step until all are done. Whatever happens, none of them stays behind."""
         request_ids = [f"generate-{next(self._request_ids)}" for _ in prompts]
+        mine = frozenset(request_ids)
         finished: dict[str, RequestOutput] = {}
         try:
             for request_id, prompt, params, priority in zip(
@@ -196,8 +197,9 @@ class LLM:
             with request_progress(len(prompts), shown=use_tqdm) as advance:
                 while len(finished) < len(prompts):
                     for output in self.llm_engine.step():
-                        finished[output.request_id] = output
-                        advance(output)
+                        if output.request_id in mine:  # `llm_engine` may have others
+                            finished[output.request_id] = output
+                            advance(output)
         finally:
             self.llm_engine.abort_request([i for i in request_ids if i not in finished])
         return [finished[request_id] for request_id in request_ids]
