@@ -92,9 +92,10 @@ struct RequestView {
 };
 
 // Where a row of a block is in rows of activations.
-static inline std::int64_t row_offset(const AttentionShape& shape, const RequestView& request,
-                                      const Block& block, int r, std::int64_t stride) {
-  const int group = shape.group_size(), row = block.row_begin + r;
+static inline std::int64_t row_offset(const AttentionShape& shape, int group,
+                                      const RequestView& request, const Block& block, int r,
+                                      std::int64_t stride) {
+  const int row = block.row_begin + r;
   const int head = block.kv_head * group + row % group;
   return std::int64_t{request.first_token + row / group} * stride +
          std::int64_t{head} * shape.cache.head_size;
@@ -103,9 +104,9 @@ static inline std::int64_t row_offset(const AttentionShape& shape, const Request
 static inline void store_result(const AttentionCall& call, const Block& block,
                                 const RowState& state) {
   const RequestView request(call.tables, block.request);
-  const int size = call.shape.cache.head_size;
+  const int size = call.shape.cache.head_size, group = call.shape.group_size();
   for (int r = 0; r < block.num_rows; ++r) {
-    const std::int64_t at = row_offset(call.shape, request, block, r, call.out.stride);
+    const std::int64_t at = row_offset(call.shape, group, request, block, r, call.out.stride);
     const __m512 inverse = _mm512_set1_ps(1.0f / state.l[r]);
     for (int d = 0; d < size; d += 16) {
       const __m512 o = _mm512_loadu_ps(state.o + std::int64_t{r} * size + d);
@@ -171,7 +172,7 @@ class BlockWorker {
   void attend(const Block& block) {
     const RequestView request(call_.tables, block.request);
     const KeyRange keys = block_keys(block, request);
-    load_queries(block, request);
+    load_rows(block, request);
     clear_state(state_, block.num_rows, size_);
     for (int p = keys.begin / kPartition; p * kPartition < keys.end; ++p) {
       attend_partition(block, request, keys, p, next_);
@@ -183,7 +184,7 @@ class BlockWorker {
   void attend_partly(const Block& block, const AttentionTask& task, float* partials) {
     const RequestView request(call_.tables, block.request);
     const KeyRange keys = block_keys(block, request);
-    load_queries(block, request);
+    load_rows(block, request);
     for (int p = task.partition_begin; p < task.partition_end; ++p) {
       const std::int64_t index = task.first_partial + p - task.partition_begin;
       attend_partition(block, request, keys, p,
@@ -191,9 +192,12 @@ class BlockWorker {
     }
   }
 
-  void load_queries(const Block& block, const RequestView& request) {
+  // Queries, and what each of them sees.
+  void load_rows(const Block& block, const RequestView& request) {
+    const int group = shape_.group_size();
     for (int r = 0; r < block.num_rows; ++r) {
-      const std::int64_t at = row_offset(shape_, request, block, r, call_.queries.stride);
+      seen_[r] = visible_keys(shape_, request.query_len, request.seq_len, block.row_begin + r);
+      const std::int64_t at = row_offset(shape_, group, request, block, r, call_.queries.stride);
       for (int d = 0; d < size_; d += 16)
         store_values(queries_ + std::int64_t{r} * size_, sizeof(Value) == 2, d, 0xffff,
                      load_values(call_.queries.data, call_.queries.is_bf16, at + d, 0xffff));
@@ -216,10 +220,8 @@ class BlockWorker {
     find_groups(block, request, keys, partition * kPartition, groups);
     Engine::scores(queries_, block.num_rows, size_, groups.keys, groups.count, scores_);
     for (int r = 0; r < block.num_rows; ++r) {
-      const KeyRange seen = visible_keys(shape_, request.query_len, request.seq_len,
-                                         block.row_begin + r);
-      softmax(scores_ + r * kScoreStride, groups, seen.begin - groups.first,
-              seen.end - groups.first, result.m[r], result.l[r]);
+      softmax(scores_ + r * kScoreStride, groups, seen_[r].begin - groups.first,
+              seen_[r].end - groups.first, result.m[r], result.l[r]);
     }
     Engine::weighted(reinterpret_cast<const Value*>(scores_), block.num_rows, size_,
                      groups.values, groups.count, result.o);
@@ -295,44 +297,61 @@ class BlockWorker {
   }
 
   // Scores of a row to p, in place: the columns [begin, end) are visible, p of the others is 0.
+  // Works on 32 columns at a time; those without a visible one are not looked at.
   void softmax(float* row, const Groups& groups, int begin, int end, float& m, float& l) {
-    const int num_vectors = groups.count * 2;
-    const int first = begin > 0 ? min_of(begin / 16, num_vectors) : 0;
-    const int last = end <= 0 ? first : min_of(ceil_div(end, 16), num_vectors);
-    transform(row, groups, first, last);
+    const int first = begin > 0 ? min_of(begin / kValueGroup, groups.count) : 0;
+    const int last = end <= 0 ? first : min_of(ceil_div(end, kValueGroup), groups.count);
+    transform(row, groups, 2 * first, 2 * last);
+    hide(row, first, last, begin, end);
     __m512 largest = _mm512_set1_ps(kNothing);
-    for (int v = first; v < last; ++v) {
-      __m512 s = _mm512_loadu_ps(row + v * 16);
-      if (v * 16 < begin || v * 16 + 16 > end) {
-        const __mmask16 mask = first_lanes(end - v * 16) & ~first_lanes(begin - v * 16);
-        s = _mm512_mask_mov_ps(_mm512_set1_ps(kHidden), mask, s);
-        _mm512_storeu_ps(row + v * 16, s);
-      }
-      largest = _mm512_max_ps(largest, s);
-    }
+    for (int v = 2 * first; v < 2 * last; ++v)
+      largest = _mm512_max_ps(largest, _mm512_loadu_ps(row + v * 16));
     m = _mm512_reduce_max_ps(largest);
-    const __m512 factor = _mm512_set1_ps(factor_), shift = _mm512_set1_ps(-m * factor_);
+    const __m512 shift = _mm512_set1_ps(Format == KvFormat::float32 ? m : -m * factor_);
     __m512 sum = _mm512_setzero_ps();
     Value* p = reinterpret_cast<Value*>(row);
-    for (int v = 0; v < first; ++v) store_p(p + v * 16, _mm512_setzero_ps());
-    for (int v = first; v < last; ++v) {
-      constexpr int kDegree = Format == KvFormat::float32 ? 6 : 4;
-      const __m512 s = _mm512_loadu_ps(row + v * 16);
-      // The first is exact where s = m; the second is off by a factor near 1, the same for all p.
-      const __m512 exponent = Format == KvFormat::float32
-          ? _mm512_mul_ps(_mm512_sub_ps(s, _mm512_set1_ps(m)), factor)
-          : _mm512_fmadd_ps(s, factor, shift);
-      __m512 value = exp2_of<kDegree>(exponent);
-      sum = _mm512_add_ps(sum, value);
+    for (int g = 0; g < first; ++g) store_p(p, g, _mm512_setzero_ps(), _mm512_setzero_ps());
+    for (int g = first; g < last; ++g) {
+      __m512 low = weight(_mm512_loadu_ps(row + g * kValueGroup), shift);
+      __m512 high = weight(_mm512_loadu_ps(row + g * kValueGroup + 16), shift);
+      sum = _mm512_add_ps(_mm512_add_ps(sum, low), high);
       if constexpr (Format == KvFormat::int8) {
-        const __mmask16 seen = _mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-        const float* scales = groups.value_scales[v / 2] + v % 2 * 16;  // may be NaN where hidden
-        value = _mm512_maskz_mul_ps(seen, value, _mm512_maskz_loadu_ps(seen, scales));
+        low = scaled(low, groups.value_scales[g]);
+        high = scaled(high, groups.value_scales[g] + 16);
       }
-      store_p(p + v * 16, value);
+      store_p(p, g, low, high);
     }
-    for (int v = last; v < num_vectors; ++v) store_p(p + v * 16, _mm512_setzero_ps());
+    for (int g = last; g < groups.count; ++g)
+      store_p(p, g, _mm512_setzero_ps(), _mm512_setzero_ps());
     l = _mm512_reduce_add_ps(sum);
+  }
+
+  // Hidden scores among the 32 columns at either end of the visible ones.
+  static void hide(float* row, int first, int last, int begin, int end) {
+    for (int g = first; g < last; ++g) {
+      const int column = g * kValueGroup;
+      if (column >= begin && column + kValueGroup <= end) continue;
+      for (int at = column; at < column + kValueGroup; at += 16) {
+        const __mmask16 visible = first_lanes(end - at) & ~first_lanes(begin - at);
+        _mm512_mask_storeu_ps(row + at, ~visible, _mm512_set1_ps(kHidden));
+      }
+    }
+  }
+
+  // float32: exact where s = m. Others: off by a factor near 1 that is the same for the whole row.
+  __m512 weight(__m512 score, __m512 shift) const {
+    const __m512 factor = _mm512_set1_ps(factor_);
+    if constexpr (Format == KvFormat::float32) {
+      return exp2_of<6>(_mm512_mul_ps(_mm512_sub_ps(score, shift), factor));
+    } else {
+      return exp2_of<4>(_mm512_fmadd_ps(score, factor, shift));
+    }
+  }
+
+  // Scales of hidden tokens may be NaN.
+  static __m512 scaled(__m512 weights, const float* scales) {
+    const __mmask16 seen = _mm512_cmp_ps_mask(weights, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    return _mm512_maskz_mul_ps(seen, weights, _mm512_maskz_loadu_ps(seen, scales));
   }
 
   // Scales of int8 keys, soft cap.
@@ -349,11 +368,12 @@ class BlockWorker {
     }
   }
 
-  static void store_p(Value* p, __m512 values) {
+  static void store_p(Value* p, int group, __m512 low, __m512 high) {
     if constexpr (sizeof(Value) == 2) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_to_bf16(values));
+      _mm512_storeu_si512(p + group * kValueGroup, (__m512i)_mm512_cvtne2ps_pbh(high, low));
     } else {
-      _mm512_storeu_ps(p, values);
+      _mm512_storeu_ps(p + group * kValueGroup, low);
+      _mm512_storeu_ps(p + group * kValueGroup + 16, high);
     }
   }
 
@@ -363,6 +383,7 @@ class BlockWorker {
   const int size_;
   const float factor_;
   RowState state_, next_;
+  KeyRange seen_[kRowBlock];
   float* scores_;
   Value* queries_;
   Value* tail_;
