@@ -10,6 +10,7 @@
 #include "attention_plan.h"
 #include "bind_rows.h"
 #include "pool.h"
+#include "program.h"
 
 namespace tokenmill {
 
@@ -89,8 +90,7 @@ void run_attention(const AttentionShape& shape, AttentionPlan& plan, const ReadT
   check(static_cast<int>(out.shape(0)) >= plan.num_tokens(), "out", "a row for each token");
   check(count_blocks(kv_cache, shape.cache) >= plan.num_blocks(), "kv_cache",
         "as many blocks as the plan was built for");
-  Unlocked unlocked;
-  attention(call, plan);
+  submit(query.shape(0), [call, &plan](int) { attention(call, plan); });
 }
 
 void check_write(const KvWrite& call, const Longs& slots, std::int64_t num_blocks) {
@@ -143,8 +143,10 @@ void run_write(const AttentionShape& shape, const ReadTensor& key, const ReadTen
   }
   check_write(call, slots, count_blocks(kv_cache, shape.cache));
   set_rotation(call, positions, cos, sin);
-  Unlocked unlocked;
-  write_kv(call);
+  submit(call.num_tokens, [call](int num_tokens) mutable {
+    call.num_tokens = num_tokens;
+    write_kv(call);
+  });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "bind_rows.h"
 #include "elementwise_kernels.h"
+#include "program.h"
 
 namespace tokenmill {
 namespace {
@@ -52,8 +53,10 @@ void run_norm(const ReadTensor& x, const FloatMatrix& residual, bool starts_stre
   call.weight = weight.data();
   call.eps = eps;
   call.out = activation_output(out, call.num_rows, call.size);
-  Unlocked unlocked;
-  add_rms_norm(call);
+  submit(call.num_rows, [call](int num_rows) mutable {
+    call.num_rows = num_rows;
+    add_rms_norm(call);
+  });
 }
 
 void run_gate(const ReadTensor& x, const std::string& gate, const Tensor& out) {
@@ -65,8 +68,10 @@ void run_gate(const ReadTensor& x, const std::string& gate, const Tensor& out) {
   call.x = token_rows(x, "gate_up", 2 * std::int64_t{call.size});
   call.gate = gate == "silu" ? Gate::silu : Gate::gelu_tanh;
   call.out = activation_output(out, call.num_rows, call.size);
-  Unlocked unlocked;
-  gated_activation(call);
+  submit(call.num_rows, [call](int num_rows) mutable {
+    call.num_rows = num_rows;
+    gated_activation(call);
+  });
 }
 
 void run_gather(const ReadTensor& table, const Column<const std::int32_t>& ids, const Tensor& out) {

@@ -18,6 +18,7 @@
 #include "pack_memory.h"
 #include "pack_weights.h"
 #include "pool.h"
+#include "program.h"
 
 namespace nb = nanobind;
 
@@ -218,9 +219,10 @@ void bind_products(nb::module_& module) {
     check_matrix(x, "x", k);
     check(is_bf16(x), "x", "bfloat16");
     const OutputRows target = output_rows(out, x.shape(0), weights.n, bias);
-    Unlocked unlocked;
-    gemm_bf16({static_cast<const bf16*>(x.data()), x.stride(0)}, dimension(x.shape(0), "m"),
-              weights, target);
+    const Bf16Rows rows{static_cast<const bf16*>(x.data()), x.stride(0)};
+    submit(dimension(x.shape(0), "m"), [rows, weights, target](int num_rows) {
+      gemm_bf16(rows, num_rows, weights, target);
+    });
   }, nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("out"),
      nb::arg("bias").none());
   module.def("quantized_bytes", [](std::int64_t rows, std::int64_t columns) {
@@ -233,8 +235,8 @@ void bind_products(nb::module_& module) {
     check_matrix(x, "x", x.shape(1));
     const int m = dimension(x.shape(0), "m"), k = dimension(x.shape(1), "k");
     const QuantizedRows out = quantized_rows(quantized.data(), quantized.size(), m, k);
-    Unlocked unlocked;
-    quantize_rows({x.data(), x.stride(0), is_bf16(x)}, m, out);
+    const FloatRows in{x.data(), x.stride(0), is_bf16(x)};
+    submit(m, [in, out](int num_rows) { quantize_rows(in, num_rows, out); });
   });
   module.def("gemm_blocks", [](const ReadBytes& quantized, std::int64_t rows,
                                const ReadBytes& packed, const std::string& type, std::int64_t n,
@@ -243,8 +245,7 @@ void bind_products(nb::module_& module) {
     const int m = dimension(rows, "m");
     const QuantizedRows x = quantized_rows(quantized.data(), quantized.size(), m, weights.k);
     const OutputRows target = output_rows(out, m, weights.n, bias);
-    Unlocked unlocked;
-    gemm_blocks(x, m, weights, target);
+    submit(m, [x, weights, target](int num_rows) { gemm_blocks(x, num_rows, weights, target); });
   }, nb::arg("quantized"), nb::arg("m"), nb::arg("packed"), nb::arg("type"), nb::arg("n"),
      nb::arg("k"), nb::arg("out"), nb::arg("bias").none());
 }

@@ -6,10 +6,12 @@ namespace nb = nanobind;
 namespace tokenmill {
 void bind_gemm(nb::module_& module);
 void bind_attention(nb::module_& module);
+void bind_program(nb::module_& module);
 }  // namespace tokenmill
 
 NB_MODULE(_native, module) {
   module.doc() = "Native kernels. The typed faces are in tokenmill.kernels.";
   tokenmill::bind_gemm(module);
   tokenmill::bind_attention(module);
+  tokenmill::bind_program(module);
 }

@@ -7,12 +7,14 @@ it is the help text. None means "choose for me" (`resolve.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
+
+from tokenmill.config.argument_types import of_type
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """Settings of one engine."""
+    """Settings of one engine. Raises `ConfigError` for a value of another type."""
 
     model: str = "smollm2-135m"
     """A directory with config.json and safetensors, a GGUF file, a hub id, or an alias (see
@@ -51,6 +53,10 @@ class EngineArgs:
     """Reuse the KV of prompts that begin alike."""
     attention_backend: str = "auto"
     """auto, or the name of a backend (`reference`)."""
+    enforce_eager: bool = False
+    """Run every kernel by itself instead of replaying recorded steps."""
+    check_graphs: bool = False
+    """Run every step recorded and directly, and compare the bits; for whoever changes a kernel."""
     num_threads: int | None = None
     """Compute threads."""
     max_logprobs: int = 20
@@ -65,3 +71,7 @@ class EngineArgs:
     """A Jinja template, or the path of one, in place of the model's."""
     skip_tokenizer_init: bool = False
     """Work with token ids only; text goes neither in nor out."""
+
+    def __post_init__(self) -> None:
+        for name, annotation in get_type_hints(EngineArgs).items():
+            object.__setattr__(self, name, of_type(name, getattr(self, name), annotation))

@@ -90,6 +90,8 @@ class EngineConfig:
     scheduler: SchedulerConfig
     attention_backend: str
     """Name of the backend, or `auto`: selection knows the machine and says why."""
+    graphs: str
+    """`replay`, `check` (replay and compare) or `off`."""
     num_threads: int
     max_logprobs: int
     """-1 is no limit."""

@@ -101,6 +101,7 @@ def resolve(
         cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching),
         scheduler=_scheduler(args, step.max_num_seqs, budget, max_model_len),
         attention_backend=args.attention_backend,
+        graphs=_graphs(args),
         num_threads=num_threads,
         max_logprobs=at_least("max_logprobs", args.max_logprobs, -1),
         seed=args.seed,
@@ -217,6 +218,14 @@ def _max_num_seqs(args: EngineArgs, budget: int, choices: _Choices) -> int:
     return choices.choose(
         "max_num_seqs", min(DEFAULT_MAX_NUM_SEQS, budget), "each takes a token of a step"
     )
+
+
+def _graphs(args: EngineArgs) -> str:
+    if args.enforce_eager and args.check_graphs:
+        raise ConfigError("check_graphs=True compares recorded steps; enforce_eager=True has none.")
+    if args.enforce_eager:
+        return "off"
+    return "check" if args.check_graphs else "replay"
 
 
 def _scheduler(

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 
+import numpy as np
 import torch
 
+_ALIGNMENT = 64
 _arena: Arena | None = None
 
 
@@ -34,7 +36,7 @@ class Arena:
         if free:
             buffer = min(free, key=torch.Tensor.numel)
         else:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            buffer = _allocate(num_bytes)
             self._buffers.append(buffer)
         return buffer[:num_bytes].view(dtype).view(shape)
 
@@ -53,6 +55,13 @@ def allocate_from(arena: Arena) -> Iterator[None]:
         yield
     finally:
         _arena = before
+
+
+def _allocate(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes], by way of numpy: no operation of torch that a recording would refuse."""
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes])
 
 
 def _is_unused(buffer: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenmill.kernels import native
+from tokenmill.kernels import arena, native
 from tokenmill.kernels.gemm import QuantizedRows
 
 Gate = Literal["silu", "gelu_tanh"]
@@ -28,7 +28,7 @@ Gate = Literal["silu", "gelu_tanh"]
 def empty_quantized(num_rows: int, num_columns: int) -> QuantizedRows:
     """A place for `num_rows` quantised rows of `num_columns` (a multiple of 32) values each."""
     num_bytes = native.module().quantized_bytes(num_rows, num_columns)
-    return QuantizedRows(torch.empty(num_bytes, dtype=torch.uint8), num_rows, num_columns)
+    return QuantizedRows(arena.empty(num_bytes, dtype=torch.uint8), num_rows, num_columns)
 
 
 def add_rms_norm(

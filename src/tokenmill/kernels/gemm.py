@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils import dlpack
 
-from tokenmill.kernels import native
+from tokenmill.kernels import arena, native
 
 GROUP_SIZE = 32
 """Values along K that share a scale, in block formats and in quantised rows."""
@@ -145,7 +145,7 @@ def quantize_rows(x: torch.Tensor) -> QuantizedRows:
     """
     m, k = x.shape
     num_bytes = native.module().quantized_bytes(m, k)
-    quantized = QuantizedRows(torch.empty(num_bytes, dtype=torch.uint8), m, k)
+    quantized = QuantizedRows(arena.empty(num_bytes, dtype=torch.uint8), m, k)
     native.module().quantize_rows(x, quantized.buffer)
     return quantized
 
@@ -163,7 +163,7 @@ def gemm_bf16(
     Sums are float32; they are rounded once, after the bias, if the result is bfloat16.
     """
     if out is None:
-        out = torch.empty(x.shape[0], weight.out_features, dtype=out_dtype)
+        out = arena.empty(x.shape[0], weight.out_features, dtype=out_dtype)
     native.module().gemm_bf16(x, weight.buffer, weight.out_features, weight.in_features, out, bias)
     return out
 
@@ -181,7 +181,7 @@ def gemm_blocks(
     Sums within a group are exact, sums of groups float32, rounded once if the result is bfloat16.
     """
     if out is None:
-        out = torch.empty(x.num_rows, weight.out_features, dtype=out_dtype)
+        out = arena.empty(x.num_rows, weight.out_features, dtype=out_dtype)
     native.module().gemm_blocks(
         x.buffer,
         x.num_rows,

@@ -45,6 +45,12 @@ def is_available() -> bool:
     return active_isa() != "reference"
 
 
+def set_num_threads(count: int) -> None:
+    """Threads of the kernels, the caller's included; nothing where they cannot be used."""
+    if is_available():
+        module().set_num_threads(count)
+
+
 def module() -> ModuleType:
     """`tokenmill._native`. Raises ConfigError where it cannot be used; ask `is_available` first."""
     loaded = _load()

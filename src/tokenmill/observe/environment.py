@@ -14,6 +14,7 @@ from tokenmill.errors import ConfigError, did_you_mean
 
 VARIABLES = {
     "TOKENMILL_CACHE": "Directory of fetched models; an absolute path.",
+    "TOKENMILL_ISA": "Instruction set of the kernels: amx, avx512, or reference for torch.",
     "TOKENMILL_LOG_LEVEL": "How much the command line logs: debug, info, warning or error.",
     "XDG_CACHE_HOME": "Parent of the cache directory if TOKENMILL_CACHE is not set.",
 }

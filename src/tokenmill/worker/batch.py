@@ -105,6 +105,27 @@ class InputBuffers:
             np.zeros(max_num_batched_tokens, np.int64) for _ in range(num_kv_groups)
         ]
 
+    def full_batch(self) -> InputBatch:
+        """A batch of one request that fills the token buffers, at positions of the null block."""
+        self._positions[:] = 0
+        self._query_start_loc[1] = 1
+        self._seq_lens[0] = 1
+        none = np.zeros(0, np.int64)
+        return InputBatch(
+            req_ids=[],
+            rows=np.zeros(1, np.int64),
+            num_scheduled_tokens=np.ones(1, np.int64),
+            query_start_loc=self._query_start_loc[:2],
+            seq_lens=self._seq_lens[:1],
+            input_ids=self._input_ids,
+            positions=self._positions,
+            block_tables=tuple(buffer[:1, :1] for buffer in self._block_tables),
+            slot_mappings=tuple(self._slot_mappings),
+            logits_indices=none,
+            logits_start=np.zeros(2, np.int64),
+            num_sampled=np.zeros(1, np.int64),
+        )
+
     def gather(self, plan: SchedulerOutput, table: RowTable) -> InputBatch:
         """The batch of a plan with at least one request."""
         rows = np.array(plan.rows, np.int64)

@@ -14,8 +14,10 @@ from tokenmill.attention.selection import select_backend
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
+from tokenmill.kernels import native
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
+from tokenmill.worker.graphs.cpu import record, record_checked
 from tokenmill.worker.model_runner import AttentionGroup, ModelRunner, RunnerLimits
 from tokenmill.worker.worker import Worker
 
@@ -33,6 +35,7 @@ def build_worker(
     `CheckpointError` and `ConfigError` as `load_model` and `select_backend` do.
     """
     torch.set_num_threads(config.num_threads)
+    native.set_num_threads(config.num_threads)
     model = load_model(config.model, checkpoint, on_progress)
     cache = kv_cache_config(config, model)
     runner = ModelRunner(
@@ -46,6 +49,8 @@ def build_worker(
             vocab_size=config.model.vocab_size,
         ),
     )
+    if config.graphs != "off" and native.is_available():
+        runner.capture(record_checked if config.graphs == "check" else record)
     return Worker(runner, cache)
 
 

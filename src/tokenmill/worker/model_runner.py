@@ -27,7 +27,6 @@ from tokenmill.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from tokenmill.attention.forward_context import set_forward_context
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import TokenLogprobs
 from tokenmill.contracts.result import ModelRunnerOutput
@@ -38,6 +37,7 @@ from tokenmill.sampling.row_params import RowSamplingParams
 from tokenmill.sampling.sampler import Sampler, SamplerOutput
 from tokenmill.worker.batch import InputBatch, InputBuffers, IntArray, runs
 from tokenmill.worker.drafts import Drafter, NullDrafter, count_new_tokens
+from tokenmill.worker.graphs.forward import DirectForward, ForwardPass, GraphStats, Recorder
 from tokenmill.worker.rows import RowTable
 
 LOGITS_SLAB = 64
@@ -113,9 +113,22 @@ class ModelRunner:
         )
         self._sampler = sampler or Sampler()
         self._drafter = drafter or NullDrafter()
+        self._forward_pass: ForwardPass = DirectForward(model)
         self._state: ExecuteModelState | None = None
         self.num_bad_logits = 0
         """Requests that ended since their logits held NaN or infinite values, or nothing at all."""
+
+    @torch.inference_mode()
+    def capture(self, record: Recorder) -> None:
+        """Have the forward pass recorded, on the buffers that steps are prepared in."""
+        batch = self._buffers.full_batch()
+        positions = torch.from_numpy(batch.positions)
+        self._forward_pass = record(self._model, positions, self._build_attention_metadata(batch))
+
+    @property
+    def graph_stats(self) -> GraphStats:
+        """How many steps were replayed, and how many run directly."""
+        return self._forward_pass.stats
 
     def update_states(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows; once for each plan, in order."""
@@ -181,12 +194,9 @@ class ModelRunner:
         self, batch: InputBatch, attn_metadata: Mapping[str, AttentionMetadata]
     ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size]."""
-        with set_forward_context(attn_metadata):
-            hidden_states = self._model.forward(
-                torch.from_numpy(batch.input_ids), torch.from_numpy(batch.positions)
-            )
-        assert isinstance(hidden_states, torch.Tensor), "the last rank ends in hidden states"
-        return hidden_states
+        return self._forward_pass.run(
+            torch.from_numpy(batch.input_ids), torch.from_numpy(batch.positions), attn_metadata
+        )
 
     def _logits_slabs(
         self, hidden_states: torch.Tensor, indices: IntArray

@@ -1,0 +1,161 @@
+"""The recorded step of a CPU.
+
+Recorded once, at the largest number of tokens, on the buffers that every step is prepared in; a
+replay makes the same kernel calls with the step's number of tokens, in one native call without the
+interpreter lock. Embedding and logits stay outside: their rows are chosen anew in each step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tokenmill.attention.backend import AttentionMetadata
+from tokenmill.attention.forward_context import set_forward_context
+from tokenmill.kernels import arena, native
+from tokenmill.models.base import CausalLM
+from tokenmill.worker.graphs.forward import DirectForward, ForwardPass, GraphStats
+
+logger = logging.getLogger(__name__)
+
+
+class NotRecordableError(Exception):
+    """The model runs an operation that a recording would lose."""
+
+
+class RecordedForward:
+    """Replays the model's layers."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        positions: torch.Tensor,
+        attn_metadata: Mapping[str, AttentionMetadata],
+    ) -> None:
+        """Record.
+
+        `positions` is the step buffer, int64 [max_num_tokens], and the metadata is that of a step
+        which fills the buffers. Raises `NotRecordableError`.
+        """
+        self._model = model
+        self._arena = arena.Arena()
+        self.stats = GraphStats()
+        max_num_tokens = len(positions)
+        no_ids = torch.zeros(1, dtype=torch.int32)
+        example = model.embed_input_ids(no_ids)
+        self._embeds = self._arena.empty((max_num_tokens, example.shape[1]), example.dtype)
+        self._program = native.module().Program(max_num_tokens)
+        with (
+            arena.allocate_from(self._arena),
+            set_forward_context(attn_metadata),
+            _recording(self._program),
+        ):
+            hidden_states = model.forward(no_ids, positions, inputs_embeds=self._embeds)
+        assert isinstance(hidden_states, torch.Tensor), "the last rank ends in hidden states"
+        self._hidden_states = hidden_states
+
+    @property
+    def num_calls(self) -> int:
+        """Kernel calls of one step."""
+        return int(self._program.num_calls)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the recording's buffers."""
+        return self._arena.num_bytes
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn_metadata: Mapping[str, AttentionMetadata],
+    ) -> torch.Tensor:
+        num_tokens = len(input_ids)
+        self.stats.num_replayed += 1
+        self._embeds[:num_tokens] = self._model.embed_input_ids(input_ids)
+        self._program.replay(num_tokens)
+        return self._hidden_states[:num_tokens]
+
+
+class CheckedForward:
+    """Runs every step both ways and compares the bits: a check for whoever changes a kernel."""
+
+    def __init__(self, recorded: ForwardPass, direct: ForwardPass) -> None:
+        self._recorded = recorded
+        self._direct = direct
+
+    @property
+    def stats(self) -> GraphStats:
+        return self._recorded.stats
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn_metadata: Mapping[str, AttentionMetadata],
+    ) -> torch.Tensor:
+        expected = self._direct.run(input_ids, positions, attn_metadata)
+        found = self._recorded.run(input_ids, positions, attn_metadata)
+        if not torch.equal(expected, found):
+            rows = (expected != found).any(-1).nonzero().flatten().tolist()
+            raise AssertionError(f"the recorded step differs from the direct one in rows {rows}")
+        return found
+
+
+def record(
+    model: CausalLM, positions: torch.Tensor, attn_metadata: Mapping[str, AttentionMetadata]
+) -> ForwardPass:
+    """The model's forward pass recorded, or run directly where it cannot be, with the reason."""
+    try:
+        recorded = RecordedForward(model, positions, attn_metadata)
+    except NotRecordableError as error:
+        logger.info("forward pass is not recorded: %s", error)
+        return DirectForward(model)
+    logger.info(
+        "forward pass recorded: %d kernel calls for up to %d tokens, %.1f MiB of buffers",
+        recorded.num_calls,
+        len(positions),
+        recorded.num_bytes / (1 << 20),
+    )
+    return recorded
+
+
+def record_checked(
+    model: CausalLM, positions: torch.Tensor, attn_metadata: Mapping[str, AttentionMetadata]
+) -> ForwardPass:
+    """The same, with every step compared with the direct pass."""
+    return CheckedForward(record(model, positions, attn_metadata), DirectForward(model))
+
+
+@contextmanager
+def _recording(program: Any) -> Iterator[None]:
+    with _OnlyViews():  # type: ignore[no-untyped-call]
+        program.begin()
+        try:
+            yield
+        finally:
+            program.end()
+
+
+_VIEWS = frozenset(
+    (
+        "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "reshape", "select", "slice", "split",
+        "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view",
+    )
+)  # fmt: skip
+"""Operations that compute nothing."""
+
+
+class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses every operation of torch that a replay would leave out."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[-1]
+        if name not in _VIEWS:
+            raise NotRecordableError(f"it runs torch's {name}, which is no kernel of ours")
+        return func(*args, **(kwargs or {}))
