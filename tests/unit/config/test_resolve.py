@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tokenmill.config.engine_args import EngineArgs
@@ -57,6 +59,35 @@ def test_everything_left_open_is_settled_with_a_reason() -> None:
     assert reasons["max_model_len"] == "2048"
     assert reasons["max_num_batched_tokens"] == str(config.scheduler.max_num_batched_tokens)
     assert {"block_size", "num_threads", "max_num_seqs"} <= set(reasons)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("model", 5, "a string"),
+        ("block_size", "16", "an integer, or None"),
+        ("block_size", True, "an integer, or None"),
+        ("max_model_len", 5.5, "an integer, or None"),
+        ("max_num_seqs", [1], "an integer, or None"),
+        ("long_prefill_token_threshold", None, "an integer"),
+        ("kv_cache_memory_fraction", "half", "a number"),
+        ("enable_prefix_caching", "no", "True or False"),
+        ("dtype", None, "a string"),
+        ("hf_overrides", "{}", "a dict"),
+        ("override_generation_config", None, "a dict"),
+        ("seed", [1], "an integer"),
+    ],
+)
+def test_values_of_another_type_are_refused(name: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(**{name: value})
+    assert f"{name}={value!r} must be {words}." in str(caught.value)
+
+
+def test_numbers_of_numpy_and_paths_are_taken() -> None:
+    args = EngineArgs(model=Path("a/b"), block_size=np.int64(16))  # type: ignore[arg-type]
+    assert (args.model, args.block_size) == ("a/b", 16)
+    assert (type(args.model), type(args.block_size)) == (str, int)
 
 
 def test_a_setting_that_was_made_has_no_reason() -> None:
