@@ -75,7 +75,3 @@ class EngineArgs:
     def __post_init__(self) -> None:
         for name, annotation in get_type_hints(EngineArgs).items():
             object.__setattr__(self, name, of_type(name, getattr(self, name), annotation))
-
-    def __post_init__(self) -> None:
-        for name, annotation in get_type_hints(EngineArgs).items():
-            object.__setattr__(self, name, of_type(name, getattr(self, name), annotation))
