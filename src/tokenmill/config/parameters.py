@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, shown
+
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +58,29 @@ def positive_int(config: Mapping[str, Any], key: str, default: int | None = None
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"config.json: {key} is {value!r}, but must be a positive integer."
+            f"config.json: {key} is {shown(value)}, but must be a positive integer."
             f" Set it with hf_overrides={{'{key}': ...}} if the file is wrong."
         )
     return value
 
 
+def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """`config[key]`, which must be a finite number; `default` where it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+        raise ConfigError(
+            f"config.json: {key} is {shown(value)}, but must be a finite number."
+            f" Set it with hf_overrides if the file is wrong."
+        )
+    return float(value)
+
+
 def at_least(name: str, value: object, low: int) -> int:
     """`value` of the setting `name`, which must be an integer of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}.")
+        raise ConfigError(f"{name}={shown(value)} must be an integer of at least {low}.")
     return value
 
 
@@ -80,10 +96,16 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if not isinstance(value, Mapping):
-            raise ConfigError(f"config.json: {key} is {value!r}, but must be an object or null.")
+            raise ConfigError(
+                f"config.json: {key} is {shown(value)}, but must be an object or null."
+            )
         merged.update(value)
     rope_type = merged.pop("type", None)
     merged.setdefault("rope_type", rope_type or "default")
+    if not isinstance(merged["rope_type"], str):
+        raise ConfigError(
+            f"config.json: rope_type is {shown(merged['rope_type'])}, but must be a string."
+        )
     merged.setdefault("rope_theta", config.get("rope_theta") or 10_000.0)
     return merged
 
@@ -97,8 +119,8 @@ def _max_context(config: Mapping[str, Any]) -> int:
     rope = rope_parameters(config)
     if rope["rope_type"] in _CONTEXT_INCLUDES_SCALING:
         return length
-    factor = rope.get("factor", 1.0)
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1:
+    factor = number(rope, "factor", 1.0)
+    if factor < 1:
         raise ConfigError(f"config.json: RoPE factor is {factor!r}, but must be at least 1.")
     original = rope.get("original_max_position_embeddings")
     if rope["rope_type"] == "yarn" and isinstance(original, int):

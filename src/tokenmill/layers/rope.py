@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from tokenmill.attention.backend import Rotation
-from tokenmill.config.parameters import positive_int, rope_parameters
-from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.config.parameters import number, positive_int, rope_parameters
+from tokenmill.errors import ConfigError, did_you_mean, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +58,28 @@ class RopeConfig:
                 f"{did_you_mean(str(rope_type), _SCALINGS)} Known types: {', '.join(_SCALINGS)}."
             )
         longest = positive_int(hf_config, "max_position_embeddings")
-        partial = scaling.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-        original = hf_config.get("original_max_position_embeddings")
+        partial = number(hf_config, "partial_rotary_factor", 1.0)
+        in_scaling = positive_int(scaling, "original_max_position_embeddings", longest)
         return cls(
             rope_type=rope_type,
-            theta=float(scaling["rope_theta"]),
-            partial_rotary_factor=1.0 if partial is None else float(partial),
+            theta=number(scaling, "rope_theta"),
+            partial_rotary_factor=number(scaling, "partial_rotary_factor", partial),
             max_position_embeddings=longest,
-            original_max_position_embeddings=original
-            or positive_int(scaling, "original_max_position_embeddings", longest),
+            original_max_position_embeddings=positive_int(
+                hf_config, "original_max_position_embeddings", in_scaling
+            ),
             scaling=scaling,
             freq_factors=hf_config.get("rope_freq_factors"),
         )
 
     def number(self, key: str) -> float:
         """A number that the type cannot do without."""
-        value = self.scaling.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if self.scaling.get(key) is None:
             raise ConfigError(
-                f"RoPE type {self.rope_type!r} needs the number {key!r}, but it is {value!r};"
+                f"RoPE type {self.rope_type!r} needs the number {key!r}, but it is missing;"
                 f" set it in the config's rope_parameters."
             )
-        return float(value)
+        return number(self.scaling, key)
 
     def numbers(self, key: str, count: int) -> torch.Tensor:
         """A list of numbers, one per frequency, as float32 [count]."""
@@ -90,12 +90,25 @@ def rope_frequencies(
     config: RopeConfig, rotary_dim: int, max_model_len: int
 ) -> tuple[torch.Tensor, float]:
     """Radians per position, float32 [rotary_dim / 2], and what cos and sin are multiplied by."""
-    inv_freq, attention_factor = _SCALINGS[config.rope_type](config, rotary_dim, max_model_len)
+    try:
+        inv_freq, attention_factor = _SCALINGS[config.rope_type](config, rotary_dim, max_model_len)
+    except (ArithmeticError, ValueError) as error:  # a logarithm of 0, a division by it
+        raise _no_frequencies(config, str(error)) from error
     if config.freq_factors is not None:
         inv_freq = inv_freq / _one_per_frequency(
             config.freq_factors, "rope_freq_factors", rotary_dim // 2
         )
+    if not (inv_freq.isfinite().all() and math.isfinite(attention_factor)):
+        raise _no_frequencies(config, "a frequency is not finite")
     return inv_freq, attention_factor
+
+
+def _no_frequencies(config: RopeConfig, why: str) -> ConfigError:
+    settings = shown({"rope_theta": config.theta, **config.scaling})
+    return ConfigError(
+        f"config.json: RoPE cannot be computed from {settings}: {why}. Set rope_parameters with"
+        f" hf_overrides if the file is wrong."
+    )
 
 
 class RotaryEmbedding(nn.Module):
@@ -107,10 +120,11 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: RopeConfig, head_size: int, max_model_len: int) -> None:
         super().__init__()
         rotary_dim = int(head_size * config.partial_rotary_factor)
-        if rotary_dim < 2 or rotary_dim % 2:
+        if not 2 <= rotary_dim <= head_size or rotary_dim % 2:
             raise ConfigError(
                 f"RoPE rotates pairs, but partial_rotary_factor={config.partial_rotary_factor} of"
-                f" head_dim={head_size} is {rotary_dim}; it must be an even number of at least 2."
+                f" head_dim={head_size} is {rotary_dim}; it must be an even number from 2 to"
+                f" head_dim."
             )
         inv_freq, attention_factor = rope_frequencies(config, rotary_dim, max_model_len)
         angles = torch.arange(max_model_len).float()[:, None] * inv_freq
@@ -127,12 +141,14 @@ def _exponents(rotary_dim: int) -> torch.Tensor:
 
 
 def _one_per_frequency(values: Any, key: str, count: int) -> torch.Tensor:
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
-        size = len(values) if isinstance(values, Sequence) else repr(values)
+    is_list = isinstance(values, Sequence) and not isinstance(values, str)
+    if not is_list or len(values) != count:
+        size = len(values) if is_list else shown(values)
         raise ConfigError(
             f"RoPE: {key} must be a list of {count} numbers, one per frequency; it has: {size}."
         )
-    return torch.tensor(values, dtype=torch.float32)
+    numbers = [number({key: value}, key) for value in values]
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def _default(config: RopeConfig, dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
@@ -162,8 +178,8 @@ def _llama3(config: RopeConfig, dim: int, max_model_len: int) -> tuple[torch.Ten
 
 def _yarn(config: RopeConfig, dim: int, max_model_len: int) -> tuple[torch.Tensor, float]:
     factor = config.number("factor")
-    beta_fast = config.scaling.get("beta_fast") or 32
-    beta_slow = config.scaling.get("beta_slow") or 1
+    beta_fast = number(config.scaling, "beta_fast", 32) or 32
+    beta_slow = number(config.scaling, "beta_slow", 1) or 1
 
     def dimension_of(turns: float) -> float:
         """Which frequency makes this many turns over the original length."""

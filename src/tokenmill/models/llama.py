@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenmill.config.parameters import positive_int, read_parameters
+from tokenmill.config.parameters import number, positive_int, read_parameters
 from tokenmill.errors import ConfigError
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import VocabEmbedding
@@ -55,9 +55,9 @@ class LlamaConfig:
             raise ConfigError(
                 f"config.json: hidden_act={activation!r} is not supported here; only silu is."
             )
-        eps = hf_config.get("rms_norm_eps", 1e-6)
-        if isinstance(eps, bool) or not isinstance(eps, float | int) or eps < 0:
-            raise ConfigError(f"config.json: rms_norm_eps is {eps!r}, but must be a number >= 0.")
+        eps = number(hf_config, "rms_norm_eps", 1e-6)
+        if eps < 0:
+            raise ConfigError(f"config.json: rms_norm_eps is {eps}, but must be at least 0.")
         window = hf_config.get("sliding_window")
         return cls(
             num_layers=sizes.num_layers,
@@ -67,7 +67,7 @@ class LlamaConfig:
             num_kv_heads=sizes.num_kv_heads,
             head_size=sizes.head_size,
             vocab_size=sizes.vocab_size,
-            rms_norm_eps=float(eps),
+            rms_norm_eps=eps,
             rope=RopeConfig.from_hf(hf_config),
             sliding_window=None if window is None else positive_int(hf_config, "sliding_window"),
             attention_bias=bool(hf_config.get("attention_bias", False)),

@@ -106,6 +106,31 @@ def test_a_part_of_the_head_is_rotated():
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor.*16"),
         ({"rope_freq_factors": [1.0]}, "rope_freq_factors.*16"),
         ({"partial_rotary_factor": 0.1}, "partial_rotary_factor=0.1"),
+        ({"partial_rotary_factor": 2}, "from 2 to head_dim"),
+        ({"partial_rotary_factor": float("nan")}, "partial_rotary_factor is nan"),
+        ({"rope_theta": "abc"}, "rope_theta is 'abc'"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000.*finite"),
+        ({"rope_theta": -1}, "cannot be computed.*not finite"),
+        ({"rope_freq_factors": ["a"] * 16}, "rope_freq_factors is 'a'"),
+        ({"rope_freq_factors": [0] * 16}, "not finite"),
+        ({"rope_scaling": {"type": ["linear"]}}, "rope_type is .*string"),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor is inf"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "not finite"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": "x"}}, "beta_fast is 'x'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": -1}}, "math domain"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "division by zero"),
+        (
+            {
+                "rope_scaling": {
+                    "type": "longrope",
+                    **FACTORS,
+                    "original_max_position_embeddings": 1,
+                }
+            },
+            "division by zero",
+        ),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "factor": 0}}, "not finite"),
+        ({"original_max_position_embeddings": "x"}, "original_max_position_embeddings is 'x'"),
     ],
 )
 def test_wrong_settings_are_named(change, message):

@@ -210,6 +210,8 @@ def test_a_forward_without_context_says_what_is_missing():
         ({"num_key_value_heads": 4}, "num_key_value_heads=4"),
         ({"hidden_size": None}, "hidden_size"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"rope_scaling": {"type": "spiral"}}, "'spiral'.*llama3"),
     ],
