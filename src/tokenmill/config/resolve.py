@@ -44,6 +44,10 @@ MIN_BUDGET = 64
 MAX_BUDGET = 2_048
 
 
+_BESIDE_ROPE_SCALING = {"rope_theta", "partial_rotary_factor"}
+"""Settings of RoPE that are no scaling; older files have them beside `rope_scaling`."""
+
+
 @dataclass(slots=True)
 class _Choices:
     """Collects the reasons while settings are resolved."""
@@ -120,7 +124,21 @@ def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
             except json.JSONDecodeError as error:
                 raise ConfigError(f"hf_overrides: {key} is not valid JSON: {error}.") from error
         merged[key] = value
-    return merged
+    return _with_rope_overrides(merged, overrides)
+
+
+def _with_rope_overrides(merged: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Newer files keep in `rope_parameters` what has names of its own in older ones; an override
+    under an older name holds there, too.
+    """
+    rope = merged.get("rope_parameters")
+    if "rope_parameters" in overrides or not isinstance(rope, Mapping):
+        return merged
+    kept = set(rope)
+    if "rope_scaling" in overrides:  # replaces the file's as a whole
+        kept &= _BESIDE_ROPE_SCALING
+    kept -= _BESIDE_ROPE_SCALING & set(overrides)
+    return {**merged, "rope_parameters": {key: rope[key] for key in rope if key in kept}}
 
 
 def _dtype(args: EngineArgs, choices: _Choices) -> str:

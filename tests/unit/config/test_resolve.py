@@ -205,6 +205,26 @@ def test_overrides_take_json_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}),
+        ({"rope_theta": 7e5}, {"rope_type": "linear", "factor": 2, "rope_theta": 7e5}),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 3}},
+            {"rope_type": "dynamic", "factor": 3, "rope_theta": 5e5},
+        ),
+        ({"rope_scaling": None}, {"rope_type": "default", "rope_theta": 5e5}),
+    ],
+)
+def test_b109_an_override_under_an_older_name_holds(
+    overrides: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    newer = {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}}
+    config = resolved(CONFIG | newer, hf_overrides=overrides)
+    assert rope_parameters(config.model.hf_config) == expected
+
+
+@pytest.mark.parametrize(
     ("rope", "length"),
     [
         ({"rope_scaling": {"type": "linear", "factor": 4}}, 8192),
