@@ -11,6 +11,7 @@ A name that can only be a path is never sent to the hub.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -47,8 +48,8 @@ def resolve_model(
     """
     if not name:
         raise ModelNotFoundError(f"model='' names no model. Aliases: {', '.join(ALIASES)}.")
-    path = Path(name).expanduser()
-    if path.exists():
+    path = _local(name)
+    if os.path.exists(path):  # unlike the path's method, no error for a name that is too long
         _refuse_revision(name, revision, "a path")
         return _model_in(path)
     if name in ALIASES:
@@ -57,6 +58,11 @@ def resolve_model(
     if not _PATH_LIKE.fullmatch(name) and (hub_id := hub.HubId.parse(name)):
         return _model_in(hub.fetch_from_hub(hub_id, revision, on_progress))
     raise ModelNotFoundError(_explain_miss(name))
+
+
+def _local(name: str) -> Path:
+    """The path that `name` would be; `~someone` stays as it is if there is no such user."""
+    return Path(os.path.expanduser(name))
 
 
 def known_names() -> list[str]:
@@ -95,7 +101,7 @@ def _explain_miss(name: str) -> str:
     if _PATH_LIKE.fullmatch(name):
         return (
             f"No model {name!r}: it reads as a path, and there is nothing at"
-            f" {Path(name).expanduser().absolute()}.{_nearest_file(name)}"
+            f" {_local(name).absolute()}.{_nearest_file(name)}"
         )
     return (
         f"No model {name!r}: there is no such file or directory, it is none of the aliases"
@@ -105,7 +111,7 @@ def _explain_miss(name: str) -> str:
 
 
 def _nearest_file(name: str) -> str:
-    path = Path(name).expanduser()
-    if not path.parent.is_dir():
+    path = _local(name)
+    if not os.path.isdir(path.parent):
         return f" There is no directory {path.parent} either."
     return did_you_mean(path.name, [entry.name for entry in path.parent.iterdir()])

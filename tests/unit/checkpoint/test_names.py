@@ -168,6 +168,12 @@ def test_an_empty_name_is_refused():
         resolve_model("")
 
 
+@pytest.mark.parametrize("name", ["a" * 5000, f"/{'a' * 5000}/b", "~nobody-of-this-name/model"])
+def test_a_name_that_no_file_can_have(name):
+    with pytest.raises(ModelNotFoundError, match="No model"):
+        resolve_model(name)
+
+
 def test_a_revision_belongs_to_a_hub_id(tmp_path):
     put(tmp_path / "here/m.gguf", CONTENT[:8])
     for name in ("m.gguf", DEFAULT_MODEL):
