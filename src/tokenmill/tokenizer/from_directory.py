@@ -161,5 +161,6 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     for name, path in files.items():
         if path.is_file():
             _check_size(path, MAX_CONFIG_BYTES)
-            templates[name] = path.read_text(encoding="utf-8")
+            with _damage_reported(path):
+                templates[name] = path.read_text(encoding="utf-8")
     return templates

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
+from helpers.tiny import write_tokenizer
 from helpers.tokenizers import TEXTS, byte_level_backend, byte_level_tokenizer, copy_of
 from tokenmill.checkpoint.checkpoint import TokenizerData
 from tokenmill.errors import CheckpointError, InvalidRequestError
@@ -164,6 +165,13 @@ def test_a_file_that_is_too_large_is_refused(tmp_path):
     with open(tmp_path / "tokenizer.json", "wb") as file:
         file.truncate(from_directory.MAX_TOKENIZER_BYTES + 1)
     with pytest.raises(CheckpointError, match=r"limit is 268435456"):
+        load_tokenizer(TokenizerData(directory=tmp_path))
+
+
+def test_a_chat_template_that_is_no_text_is_damage(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja is damaged"):
         load_tokenizer(TokenizerData(directory=tmp_path))
 
 
