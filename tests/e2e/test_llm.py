@@ -18,6 +18,7 @@ from helpers.tiny import tiny_llama
 from tokenmill import LLM, LLMEngine, RequestOutputKind, SamplingParams
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.errors import (
+    ChatTemplateError,
     ConfigError,
     ContextLengthExceededError,
     EngineDeadError,
@@ -126,6 +127,20 @@ def test_arguments_of_another_kind_are_named(
 def test_messages_of_another_kind_are_named(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequestError, match="messages must be a list"):
         llm.chat(messages)
+
+
+def test_a_chat_template_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("Say: {{ messages[0].content }}")
+    with make_llm(chat_template=str(path)) as llm:
+        prompt = llm.chat_prompt([{"role": "user", "content": "hi"}])
+    assert prompt["prompt"] == "Say: hi"
+
+
+@pytest.mark.parametrize("template", ["/etc/hostname", "chatml"])
+def test_a_request_names_no_file_as_its_template(llm: LLM, template: str) -> None:
+    with pytest.raises(ChatTemplateError, match="neither a template nor the name"):
+        llm.chat([{"role": "user", "content": "hi"}], chat_template=template)
 
 
 def test_an_array_of_ids_is_a_prompt(llm: LLM) -> None:

@@ -14,6 +14,7 @@ from tokenmill.engine.build import Progress
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.prompts import Prompt, TokensPrompt
 from tokenmill.entrypoints.chat.render import render_chat
+from tokenmill.entrypoints.chat.templates import read_template
 from tokenmill.entrypoints.progress import request_progress
 from tokenmill.errors import InvalidRequestError, refuse_unknown
 from tokenmill.outputs import RequestOutput
@@ -46,7 +47,7 @@ class LLM:
     ) -> None:
         refuse_unknown("LLM", engine_args, [field.name for field in fields(EngineArgs)])
         args = EngineArgs(model=model, **engine_args)
-        self._chat_template = args.chat_template
+        self._chat_template = read_template(args.chat_template)
         self.llm_engine = LLMEngine.from_args(args, on_progress)
         self._request_ids = itertools.count()
         self._turn = threading.Lock()

@@ -9,8 +9,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from helpers.chat_templates import CHATML, LLAMA_LIKE, MISTRAL_LIKE, TOOLS
 from tokenmill.entrypoints.chat import templates
-from tokenmill.entrypoints.chat.templates import ChatTemplate
-from tokenmill.errors import ChatTemplateError
+from tokenmill.entrypoints.chat.templates import ChatTemplate, read_template
+from tokenmill.errors import ChatTemplateError, ConfigError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TURNS = [
@@ -216,3 +216,25 @@ def test_a_template_is_compiled_once():
     for _ in range(200):
         render(LLAMA_LIKE, tools=TOOLS, add_generation_prompt=True)
     assert time.process_time() - started < 2
+
+
+def test_the_engines_setting_may_be_a_path(tmp_path, monkeypatch):
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ messages }} größer", encoding="utf-8")
+    assert read_template(str(path)) == "{{ messages }} größer"
+    monkeypatch.chdir(tmp_path)
+    assert read_template("mine.jinja") == "{{ messages }} größer"
+    for as_it_is in (None, "tool_use", "{{ messages }}/mine.jinja"):
+        assert read_template(as_it_is) == as_it_is
+
+
+@pytest.mark.parametrize("setting", ["none.jinja", "no/where", "/", "x/" * 5000, "~nobody/x"])
+def test_a_path_that_cannot_be_read_is_named(setting):
+    with pytest.raises(ConfigError, match=r"^chat_template='.*cannot be read"):
+        read_template(setting)
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "bytes.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="utf-8"):
+        read_template(str(tmp_path / "bytes.jinja"))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.entrypoints.chat.messages import Message, normalise_messages, plain
-from tokenmill.entrypoints.chat.templates import ChatTemplate
-from tokenmill.errors import ChatTemplateError, InvalidRequestError
+from tokenmill.entrypoints.chat.templates import ChatTemplate, is_source
+from tokenmill.errors import ChatTemplateError, InvalidRequestError, shown
 from tokenmill.tokenizer.tokenizer import Tokenizer
 
 TOOL_TEMPLATE = "tool_use"
@@ -100,7 +100,14 @@ def _template_source(tokenizer: Tokenizer, chat_template: str | None, *, has_too
                 f"chat_template is a {type(chat_template).__name__}; it must be a string.",
                 parameter="chat_template",
             )
-        return templates.get(chat_template, chat_template)
+        if chat_template in templates or is_source(chat_template):
+            return templates.get(chat_template, chat_template)
+        known = f" The model's are: {', '.join(sorted(templates))}." if templates else ""
+        raise ChatTemplateError(
+            f"chat_template={shown(chat_template)} is neither a template nor the name of one of the"
+            f" model's.{known}",
+            parameter="chat_template",
+        )
     if has_tools and TOOL_TEMPLATE in templates:
         return templates[TOOL_TEMPLATE]
     if tokenizer.chat_template is None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
 from tokenmill.entrypoints.chat.sandbox import BUDGET, Budget, ChatSandbox, TemplateRefusalError
-from tokenmill.errors import ChatTemplateError
+from tokenmill.errors import ChatTemplateError, ConfigError, shown
 
 MAX_TEMPLATE_CHARS = 2**18
 """Longest source of a template; the longest in use have a tenth of it."""
@@ -66,6 +68,34 @@ class ChatTemplate:
         except _RUNTIME_ERRORS as error:
             raise _error(f"failed on the messages: {type(error).__name__}: {error}") from error
         return "".join(pieces)
+
+
+def read_template(setting: str | None) -> str | None:
+    """The engine's setting `chat_template`: the content of a file if it is the path of one.
+
+    Otherwise it is a source, or the name of one of the model's templates, and stays as it is.
+    Requests must not be read so: they would get at any file. Raises `ConfigError` for a path that
+    cannot be read.
+    """
+    if setting is None or is_source(setting):
+        return setting
+    try:
+        return Path(setting).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if os.sep not in setting and not setting.endswith(".jinja"):
+            return setting
+        why = "there is no such file"
+    except (OSError, RuntimeError, ValueError) as error:
+        why = str(error)
+    raise ConfigError(
+        f"chat_template={shown(setting)} reads as the path of a template, but cannot be read:"
+        f" {why}. Give an existing path, or the template itself."
+    )
+
+
+def is_source(text: str) -> bool:
+    """Whether a text is a template: one without any tag would say the same to every message."""
+    return "{{" in text or "{%" in text
 
 
 @lru_cache(maxsize=16)
