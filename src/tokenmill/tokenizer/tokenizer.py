@@ -82,8 +82,8 @@ class Tokenizer:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError as error:
             raise InvalidRequestError(
-                "the text is not valid Unicode: it holds one half of a surrogate pair;"
-                " decode it with errors='replace'.",
+                "the text is not valid Unicode: it holds one half of a surrogate pair, as bytes do"
+                " that are no UTF-8; decode it with errors='replace'.",
                 parameter="prompt",
             ) from error
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from helpers.cli import run_cli, run_process
 from tokenmill import __version__
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.entrypoints.cli.flags import field_docs
+from tokenmill.entrypoints.cli.main import EXIT_FAILURE, EXIT_USAGE
 from tokenmill.sampling_params import SamplingParams
 
 HELP = [
@@ -160,6 +162,54 @@ def test_a_reader_that_leaves_is_no_accident():
         errors = process.stderr.read()
     assert process.returncode == 1
     assert errors == b""
+
+
+COMMAND = [sys.executable, "-c", "from tokenmill.entrypoints.cli.main import main; main()"]
+
+
+def test_an_output_that_cannot_be_written_is_one_line():
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*COMMAND, "models"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == EXIT_FAILURE
+    assert done.stderr == "error: Cannot write the output: No space left on device.\n"
+
+
+def test_closed_streams_are_empty_ones():
+    def close_all():
+        for descriptor in (0, 1, 2):
+            os.close(descriptor)
+
+    # Without `close_fds` the child would be handed nothing to close.
+    done = subprocess.run([*COMMAND, "models"], preexec_fn=close_all, check=False)
+    assert done.returncode == 0
+
+
+def test_text_that_stdout_has_no_bytes_for():
+    code = (
+        "import sys; from tokenmill.entrypoints.cli import main;"
+        "main._prepare_streams(); print('Größe')"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, b"Gr??e\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_stdin_that_is_no_text_is_one_line(command):
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:surrogateescape"}
+    code = (
+        "import sys; from helpers.fake_llm import FakeLLM; from tokenmill.entrypoints.cli import"
+        f" main; main._prepare_streams(); sys.exit(main.run([{command!r}, '-q'],"
+        " lambda **args: FakeLLM(None, **args)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=b"a\xff",
+        capture_output=True,
+        env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == EXIT_USAGE
+    assert done.stderr == b"error: stdin is no UTF-8 text (byte 1).\n"
 
 
 def test_models_lists_aliases_and_the_hub_cache(tmp_path):

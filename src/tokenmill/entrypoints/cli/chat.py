@@ -24,6 +24,7 @@ from tokenmill.entrypoints.cli.session import (
     open_console,
     open_llm,
     run_requests,
+    stdin_is_text,
 )
 from tokenmill.errors import GenerationError, TokenmillError, did_you_mean
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
@@ -152,7 +153,8 @@ def _converse(conversation: Conversation, console: Console) -> None:
         console.print("Ctrl-D leaves, /help lists the commands.", style="dim")
     while True:
         try:
-            line = input("> " if interactive else "").strip()
+            with stdin_is_text():
+                line = input("> " if interactive else "").strip()
             if line == "/exit":
                 return
             if line.startswith("/"):

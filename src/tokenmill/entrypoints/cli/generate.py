@@ -28,6 +28,7 @@ from tokenmill.entrypoints.cli.session import (
     open_console,
     open_llm,
     run_requests,
+    stdin_is_text,
 )
 from tokenmill.errors import GenerationError, InvalidRequestError
 from tokenmill.sampling_params import RequestOutputKind
@@ -103,7 +104,8 @@ def _read_prompts(prompts: tuple[str, ...], files: list[Path]) -> list[str]:
             "There is no prompt. Give one as an argument, with --prompt-file, or on stdin.",
             parameter="prompts",
         )
-    return [sys.stdin.read().removesuffix("\n")]
+    with stdin_is_text():
+        return [sys.stdin.read().removesuffix("\n")]
 
 
 def _read_file(path: Path) -> str:

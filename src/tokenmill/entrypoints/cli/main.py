@@ -6,6 +6,8 @@ interrupted by Ctrl-C.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 import traceback
@@ -21,6 +23,8 @@ from tokenmill.observe.environment import wants_tracebacks
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+_OUTPUT_LOST = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 app = App(
     name="tokenmill",
@@ -42,13 +46,16 @@ app.command(
 
 def main() -> None:
     """Entry point of the installed command."""
+    _prepare_streams()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str], build_llm: BuildLLM = build_llm) -> int:
     """Run one command and return its exit code; `build_llm` makes its engine."""
     try:
-        return _run(arguments, build_llm)
+        exit_code = _run(arguments, build_llm)
+        sys.stdout.flush()
+        return exit_code
     except (CycloptsError, InvalidRequestError, ConfigError) as error:
         return _report(error, EXIT_USAGE)
     except TokenmillError as error:
@@ -56,9 +63,26 @@ def run(arguments: Sequence[str], build_llm: BuildLLM = build_llm) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has left, as in `tokenmill ... | head`
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_LOST:
+            raise
+        # What stdout still holds is dropped, not tried again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILURE
+        if error.errno == errno.EPIPE:  # its reader has left, as in `tokenmill ... | head`
+            return EXIT_FAILURE
+        return _report(TokenmillError(f"Cannot write the output: {error.strerror}."), EXIT_FAILURE)
+
+
+def _prepare_streams() -> None:
+    """Standard streams that are closed are empty; text that stdout has no bytes for reads as `?`,
+    and bytes of stdin that are no text are an error, whatever the locale makes of them.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _run(arguments: Sequence[str], build_llm: BuildLLM) -> int:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.entrypoints.cli.progress import loading_progress
+from tokenmill.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +30,17 @@ def build_llm(**engine_args: Any) -> LLM:
     from tokenmill.entrypoints.llm import LLM
 
     return LLM(**engine_args)
+
+
+@contextmanager
+def stdin_is_text() -> Iterator[None]:
+    """Raises `InvalidRequestError` if what is read from stdin in the block is no text."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"stdin is no {error.encoding.upper()} text (byte {error.start}).", parameter="prompts"
+        ) from error
 
 
 def open_console() -> Console:
