@@ -205,7 +205,9 @@ def test_rotation_is_that_of_the_reference(dtype: torch.dtype, rotary_dim: int) 
     cache = Cache(shape, [num_tokens])
     rotated = torch.empty(num_tokens, shape.num_heads * shape.head_size, dtype=dtype)
     slots = cache.slots(0, 0, num_tokens)
-    rotate_and_write_kv(shape, qkv, cache.data, slots, positions, cos, sin, rotated)
+    keys = shape.num_kv_heads * shape.head_size
+    query, key, value = qkv.split([rotated.shape[1], keys, keys], dim=-1)
+    rotate_and_write_kv(shape, query, key, value, cache.data, slots, positions, cos, sin, rotated)
 
     query, key, value = qkv.split([384, 128, 128], dim=-1)
     expected = apply_rotary(query.view(num_tokens, -1, 64), cos[positions], sin[positions])

@@ -146,7 +146,9 @@ def write_kv(
 
 def rotate_and_write_kv(
     shape: PagedAttentionShape,
-    qkv: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     positions: torch.Tensor,
@@ -156,13 +158,10 @@ def rotate_and_write_kv(
 ) -> None:
     """Rotate queries into out_query [num_tokens, num_heads * head_size], and store keys and values.
 
-    qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_size] holds queries, keys and values side
-    by side. Positions are int64 [num_tokens]; cos and sin are float32
+    query has out_query's shape, key and value are [num_tokens, num_kv_heads * head_size]; rows may
+    lie apart. Positions are int64 [num_tokens]; cos and sin are float32
     [max positions, rotary_dim / 2] and pair elements as `kernels/rotary.py` does.
     """
-    queries = shape.num_heads * shape.head_size
-    keys = shape.num_kv_heads * shape.head_size
-    query, key, value = torch.split(qkv, [queries, keys, keys], dim=-1)
     native.module().write_kv(
         shape.handle, key, value, kv_cache, slot_mapping, query, out_query, positions, cos, sin
     )
