@@ -72,7 +72,7 @@ def _num_blocks(
         raise MemoryBudgetError(
             f"{format_bytes(ledger.available)} of memory are available, but the weights need"
             f" {format_bytes(ledger.weights)}, a step {format_bytes(ledger.workspace)} and the"
-            f" process {format_bytes(ledger.reserve)}. Use a smaller model or dtype, or free"
+            f" process {format_bytes(ledger.reserve)}. {_remedy(ledger)}, or free"
             f" {format_bytes(-ledger.left)}."
         )
     if args.num_kv_blocks is not None:
@@ -87,3 +87,9 @@ def _num_blocks(
     useful = step.max_num_seqs * -(-step.max_model_len // block_size)
     share = int(ledger.left * fraction) // bytes_per_block - 1
     return min(share, useful), f"kv_cache_memory_fraction={fraction}"
+
+
+def _remedy(ledger: MemoryLedger) -> str:
+    if ledger.workspace > ledger.weights:
+        return "Lower max_num_batched_tokens, max_num_seqs or max_model_len"
+    return "Use a smaller model or dtype"

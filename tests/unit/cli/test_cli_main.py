@@ -14,7 +14,7 @@ from helpers.cli import run_cli, run_process
 from tokenmill import __version__
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.entrypoints.cli.flags import field_docs
-from tokenmill.entrypoints.cli.main import EXIT_FAILURE, EXIT_USAGE
+from tokenmill.entrypoints.cli.main import EXIT_FAILURE, EXIT_USAGE, _prepare_streams
 from tokenmill.sampling_params import SamplingParams
 
 HELP = [
@@ -174,14 +174,15 @@ def test_an_output_that_cannot_be_written_is_one_line():
     assert done.stderr == "error: Cannot write the output: No space left on device.\n"
 
 
-def test_closed_streams_are_empty_ones():
-    def close_all():
-        for descriptor in (0, 1, 2):
-            os.close(descriptor)
-
-    # Without `close_fds` the child would be handed nothing to close.
-    done = subprocess.run([*COMMAND, "models"], preexec_fn=close_all, check=False)
-    assert done.returncode == 0
+def test_closed_streams_are_empty_ones(monkeypatch):
+    with monkeypatch.context() as patch:
+        for name in ("stdin", "stdout", "stderr"):
+            patch.setattr(sys, name, None)
+        _prepare_streams()
+        with sys.stdin, sys.stdout, sys.stderr:
+            assert sys.stdin.read() == ""
+            sys.stdout.write("lost")
+            sys.stderr.write("lost")
 
 
 def test_text_that_stdout_has_no_bytes_for():
