@@ -173,6 +173,19 @@ def test_b036_weights_that_do_not_fit() -> None:
         resolved(on=machine(available=100 << 20))
 
 
+def test_the_remedy_is_for_what_takes_the_memory() -> None:
+    with pytest.raises(MemoryBudgetError, match="Lower max_num_batched_tokens, max_num_seqs"):
+        resolved(max_num_batched_tokens=10**9)
+    with pytest.raises(MemoryBudgetError, match="smaller model or dtype"):
+        resolve(
+            EngineArgs(max_num_seqs=1, max_num_batched_tokens=1),
+            path="model",
+            config=CONFIG,
+            tensor_shapes={"layers": (10**6, 10**5)},
+            machine=machine(),
+        )
+
+
 def test_a_pool_that_does_not_fit() -> None:
     with pytest.raises(MemoryBudgetError, match="largest num_kv_blocks that fits is"):
         resolved(num_kv_blocks=10_000_000)
