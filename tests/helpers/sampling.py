@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from tokenmill.contracts.plan import NewRequestData
+from tokenmill.kernels import native
+from tokenmill.sampling.choosers import NativeChooser, TorchChooser
 from tokenmill.sampling.grammar_mask import GrammarMask
 from tokenmill.sampling.metadata import SamplingMetadata
 from tokenmill.sampling.row_params import RowSamplingParams
@@ -105,4 +107,9 @@ def run_sampler(
 ) -> SamplerOutput:
     """Sample one token for each request; `logits` is left as it is."""
     metadata = metadata_of(requests, logits.shape[1], **kwargs)
-    return Sampler().forward(logits.clone(), metadata)
+    plain = Sampler(chooser=TorchChooser()).forward(logits.clone(), metadata)
+    if native.is_available():
+        found = Sampler(chooser=NativeChooser()).forward(logits.clone(), metadata)
+        assert np.array_equal(found.is_valid, plain.is_valid)
+        assert np.array_equal(found.token_ids[plain.is_valid], plain.token_ids[plain.is_valid])
+    return plain

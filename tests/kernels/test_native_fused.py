@@ -20,6 +20,7 @@ from tokenmill.kernels.fused import (
     sample,
 )
 from tokenmill.kernels.gemm import quantize_rows
+from tokenmill.sampling.choosers import TorchChooser
 from tokenmill.sampling.metadata import RandomColumns, SamplingMetadata
 from tokenmill.sampling.sampler import Sampler
 
@@ -199,7 +200,7 @@ def test_samples_are_those_of_the_torch_sampler(vocab_size: int, seed: int) -> N
     columns = random_columns(generator, n, vocab_size)
     is_greedy = generator.random(n) < 0.2
     ids, is_valid = draw(logits, columns, is_greedy)
-    expected = Sampler().forward(
+    expected = Sampler(chooser=TorchChooser()).forward(
         logits.clone(),
         SamplingMetadata(
             is_greedy=is_greedy,

@@ -40,9 +40,14 @@ class LayerKernels(Protocol):
         ...
 
 
+def uses_native_kernels(dtype: str) -> bool:
+    """Whether models of this dtype run on the native kernels here."""
+    return dtype == "bfloat16" and native.is_available()
+
+
 @functools.cache
 def layer_kernels(dtype: torch.dtype) -> LayerKernels:
-    """The native kernels for bfloat16 where they can be had, else torch's."""
-    if dtype == torch.bfloat16 and native.is_available():
+    """The native kernels where they can be had, else torch's."""
+    if uses_native_kernels(str(dtype).removeprefix("torch.")):
         return NativeKernels()
     return PlainKernels()

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 
 from tokenmill.contracts.request import TokenLogprobs
+from tokenmill.sampling.choosers import TokenChooser, token_chooser
 from tokenmill.sampling.logprobs import raw_logprobs, token_logprobs
-from tokenmill.sampling.metadata import IntArray, RandomColumns, SamplingMetadata
-from tokenmill.sampling.random import gumbel_noise, stream_keys
-from tokenmill.sampling.transforms import CandidateFilter, LogitsEdit, MinP, MinTokens, TopK, TopP
+from tokenmill.sampling.metadata import IntArray, SamplingMetadata
+from tokenmill.sampling.transforms import LogitsEdit, MinTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Sampler:
     def __init__(
         self,
         edits: Sequence[LogitsEdit] = (MinTokens(),),
-        filters: Sequence[CandidateFilter] = (MinP(), TopK(), TopP()),
+        chooser: TokenChooser | None = None,
     ) -> None:
         self._edits = edits
-        self._filters = filters
+        self._chooser = chooser or token_chooser()
 
     def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Sample one token from each row of float32 logits [n, vocab_size], which are edited."""
@@ -56,11 +56,7 @@ class Sampler:
         logprobs = raw_logprobs(logits[torch.from_numpy(asked)])
         for edit in self._edits:
             edit.apply(logits, metadata)
-        best, greedy_ids = logits.max(-1)
-        is_valid = best.isfinite().numpy()
-        token_ids = greedy_ids.numpy()
-        drawn = np.flatnonzero(is_valid & ~metadata.is_greedy)
-        token_ids[drawn] = self._draw(logits, best, metadata.random, drawn)
+        token_ids, is_valid = self._chooser.choose(logits, metadata)
         return SamplerOutput(
             token_ids=token_ids,
             is_valid=is_valid,
@@ -69,21 +65,3 @@ class Sampler:
                 for row, values in zip(asked.tolist(), logprobs, strict=True)
             },
         )
-
-    def _draw(
-        self, logits: torch.Tensor, best: torch.Tensor, columns: RandomColumns, drawn: IntArray
-    ) -> IntArray:
-        """A random token of each of the logits rows `drawn`, [len(drawn)]."""
-        rows = torch.from_numpy(drawn)
-        columns = columns.take(drawn)
-        temperature = torch.from_numpy(columns.temperature).unsqueeze(1)
-        scaled = (logits[rows] - best[rows].unsqueeze(1)) / temperature
-        for candidate_filter in self._filters:
-            candidate_filter.apply(scaled, columns)
-        keys = stream_keys(columns.seed, columns.position)
-        token_ids = np.empty(len(drawn), np.int64)
-        for i, row_logits in enumerate(scaled.numpy()):
-            candidates = np.flatnonzero(row_logits > -np.inf)
-            noisy = row_logits[candidates] + gumbel_noise(keys[i], candidates)
-            token_ids[i] = candidates[np.argmax(noisy)]
-        return token_ids

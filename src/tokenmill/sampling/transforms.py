@@ -86,7 +86,7 @@ def _nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     # others are sorted.
     share = min((1 - top_p) / logits.numel(), float(probabilities.max()))
     candidates = (probabilities >= share).nonzero().flatten()
-    ordered = probabilities[candidates].sort(descending=True, stable=True)
-    mass = ordered.values.cumsum(-1)
+    order = logits[candidates].argsort(descending=True, stable=True)
+    mass = probabilities[candidates[order]].cumsum(-1)
     num_kept = 1 + int((mass[:-1] < top_p).sum())
-    return candidates[ordered.indices[:num_kept]]
+    return candidates[order[:num_kept]]

@@ -15,6 +15,7 @@ from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
 from tokenmill.kernels import native
+from tokenmill.layers.kernels import uses_native_kernels
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 from tokenmill.worker.graphs.cpu import record, record_checked
@@ -34,8 +35,7 @@ def build_worker(
     `on_progress` is called with the bytes of the checkpoint loaded so far, and in total. Raises
     `CheckpointError` and `ConfigError` as `load_model` and `select_backend` do.
     """
-    torch.set_num_threads(config.num_threads)
-    native.set_num_threads(config.num_threads)
+    _set_num_threads(config)
     model = load_model(config.model, checkpoint, on_progress)
     cache = kv_cache_config(config, model)
     runner = ModelRunner(
@@ -49,9 +49,19 @@ def build_worker(
             vocab_size=config.model.vocab_size,
         ),
     )
-    if config.graphs != "off" and native.is_available():
+    if config.graphs != "off" and uses_native_kernels(config.model.dtype):
         runner.capture(record_checked if config.graphs == "check" else record)
     return Worker(runner, cache)
+
+
+def _set_num_threads(config: EngineConfig) -> None:
+    """Give the threads to the kernels that do the work.
+
+    Two pools would take the processors from each other, so torch keeps one thread where it has only
+    small things left to do.
+    """
+    native.set_num_threads(config.num_threads)
+    torch.set_num_threads(1 if uses_native_kernels(config.model.dtype) else config.num_threads)
 
 
 def kv_cache_config(config: EngineConfig, model: CausalLM) -> KVCacheConfig:

@@ -144,8 +144,8 @@ def _recording(program: Any) -> Iterator[None]:
 
 _VIEWS = frozenset(
     (
-        "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "reshape", "select", "slice", "split",
-        "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view",
+        "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "reshape", "select",
+        "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view",
     )
 )  # fmt: skip
 """Operations that compute nothing."""
