@@ -25,10 +25,12 @@ class Machine:
     """Bytes of memory, or the container's limit if that is lower."""
     available_memory: int
     """Bytes that can be taken now without swapping or meeting the container's limit."""
+    isa: str = "reference"
+    """What the kernels run on: `amx` or `avx512` for the native ones, `reference` for torch's."""
 
 
-def read_machine(root: Path = Path("/")) -> Machine:
-    """Look at the machine, now."""
+def read_machine(root: Path = Path("/"), *, isa: str = "reference") -> Machine:
+    """Look at the machine, now; `isa` is what the kernels have found."""
     total, available = _system_memory(root)
     for directory in _cgroups(root, "memory"):
         limit, used = _memory_limit(directory)
@@ -37,7 +39,7 @@ def read_machine(root: Path = Path("/")) -> Machine:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for directory in _cgroups(root, "cpu"):
         cpus = min(cpus, _cpu_quota(directory))
-    return Machine(num_cpus=max(cpus, 1), total_memory=total, available_memory=available)
+    return Machine(max(cpus, 1), total_memory=total, available_memory=available, isa=isa)
 
 
 def _system_memory(root: Path) -> tuple[int, int]:

@@ -38,8 +38,8 @@ MAX_BLOCK_SIZE = 256
 DEFAULT_MAX_NUM_SEQS = 128
 STEP_SECONDS = 0.1
 """A step should stay under this, so that the others' tokens keep flowing beside a long prompt."""
-REFERENCE_FLOPS_PER_CPU = {"float32": 0.06e12, "bfloat16": 0.16e12, "float16": 0.06e12}
-"""What the torch kernels reach per processor, roughly; only sizes the default token budget."""
+FLOPS_PER_CPU = {"amx": 0.4e12, "avx512": 0.1e12, "reference": 0.1e12}
+"""What a processor computes, roughly, by instruction set; only sizes the default token budget."""
 MIN_BUDGET = 64
 MAX_BUDGET = 2_048
 
@@ -79,7 +79,8 @@ def resolve(
     block_size = _block_size(args, choices)
     num_threads = _num_threads(args, machine, choices)
     max_model_len = _max_model_len(args, parameters, choices)
-    budget = _token_budget(args, tensor_shapes, parameters, dtype, num_threads, choices)
+    flops = FLOPS_PER_CPU[machine.isa if dtype == "bfloat16" else "reference"] * num_threads
+    budget = _token_budget(args, tensor_shapes, parameters, flops, choices)
     step = StepShape(_max_num_seqs(args, budget, choices), budget, max_model_len)
     pool = size_pool(
         args,
@@ -197,11 +198,10 @@ def _token_budget(
     args: EngineArgs,
     tensor_shapes: Mapping[str, tuple[int, ...]],
     parameters: ModelParameters,
-    dtype: str,
-    num_threads: int,
+    flops: float,
     choices: _Choices,
 ) -> int:
-    """Tokens of a step."""
+    """Tokens of a step, for a machine that computes `flops` a second."""
     if args.max_num_batched_tokens is not None:
         budget = at_least("max_num_batched_tokens", args.max_num_batched_tokens, 1)
         if args.max_num_seqs is not None and budget < args.max_num_seqs:
@@ -213,7 +213,6 @@ def _token_budget(
     else:
         weights = sum(prod(shape) for shape in tensor_shapes.values())
         per_token = 2 * max(weights - parameters.vocab_size * parameters.hidden_size, 1)
-        flops = REFERENCE_FLOPS_PER_CPU[dtype] * num_threads
         fitting = int(STEP_SECONDS * flops / per_token) // 32 * 32
         budget = max(min(fitting, MAX_BUDGET), MIN_BUDGET, args.max_num_seqs or 0)
         budget = choices.choose(

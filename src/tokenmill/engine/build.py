@@ -25,6 +25,7 @@ from tokenmill.engine.generation_defaults import (
 from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.output_processor import OutputProcessor
+from tokenmill.kernels.native import active_isa
 from tokenmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEn
             path=str(path),
             config=checkpoint.config,
             tensor_shapes=checkpoint.tensor_shapes,
-            machine=read_machine(),
+            machine=read_machine(isa=active_isa()),
         )
         _log_choices(config)
         core = _build_core(config, checkpoint, progress)

@@ -206,6 +206,21 @@ def test_more_running_requests_than_the_default_budget_raise_it() -> None:
     assert config.scheduler.max_num_batched_tokens >= 100
 
 
+def test_faster_kernels_get_a_larger_budget() -> None:
+    large = CONFIG | {"hidden_size": 2048}
+    budgets = [
+        resolve(
+            EngineArgs(dtype=dtype),
+            path="model",
+            config=large,
+            tensor_shapes={"layers": (16_000, 10_000)},
+            machine=Machine(2, 24 * GIB, 24 * GIB, isa=isa),
+        ).scheduler.max_num_batched_tokens
+        for dtype, isa in (("auto", "amx"), ("auto", "reference"), ("float32", "amx"))
+    ]
+    assert budgets[0] > budgets[1] == budgets[2]
+
+
 def test_without_chunking_a_step_holds_the_longest_prompt() -> None:
     config = resolved(enable_chunked_prefill=False)
     assert config.scheduler.max_num_batched_tokens >= 2048
