@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from tokenmill.attention.backend import AttentionMetadata
 from tokenmill.attention.forward_context import set_forward_context
@@ -42,6 +42,10 @@ class RecordedForward:
         `positions` is the step buffer, int64 [max_num_tokens], and the metadata is that of a step
         which fills the buffers. Raises `NotRecordableError`.
         """
+        if not native.is_available():
+            raise NotRecordableError(
+                "recordings are replayed by the native kernels, which are not here"
+            )
         self._model = model
         self._arena = arena.Arena()
         self.stats = GraphStats()
@@ -134,7 +138,7 @@ def record_checked(
 
 @contextmanager
 def _recording(program: Any) -> Iterator[None]:
-    with _OnlyViews():  # type: ignore[no-untyped-call]
+    with _OnlyViews():
         program.begin()
         try:
             yield
@@ -142,20 +146,43 @@ def _recording(program: Any) -> Iterator[None]:
             program.end()
 
 
-_VIEWS = frozenset(
+_QUERIES = frozenset(
     (
-        "alias", "as_strided", "detach", "expand", "lift_fresh", "permute", "reshape", "select",
-        "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unsqueeze", "view",
+        "__dlpack__", "__dlpack_device__", "__get__", "__len__", "data_ptr", "dim",
+        "element_size", "is_contiguous", "numel", "size", "stride", "untyped_storage",
     )
 )  # fmt: skip
-"""Operations that compute nothing."""
+"""Functions of torch that read a tensor's form, not its values."""
+_VIEWS = frozenset(
+    (
+        "__getitem__", "chunk", "detach", "expand", "flatten", "from_numpy", "movedim", "narrow",
+        "permute", "reshape", "select", "split", "squeeze", "t", "transpose", "unbind", "unflatten",
+        "unsqueeze", "view",
+    )
+)  # fmt: skip
+"""Functions whose result may lie in the memory of their argument; then they compute nothing."""
 
 
-class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses every operation of torch that a replay would leave out."""
+class _OnlyViews(TorchFunctionMode):
+    """Refuses every function of torch that a replay would leave out.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.split("::")[-1]
-        if name not in _VIEWS:
+    A function mode: a dispatch mode would import torch's compiler, which takes seconds.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name not in _QUERIES and name not in _VIEWS:
             raise NotRecordableError(f"it runs torch's {name}, which is no kernel of ours")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name in _VIEWS and not _lies_in(result, args[0]):
+            raise NotRecordableError(f"it runs torch's {name} so that it copies")
+        return result
+
+
+def _lies_in(result: Any, source: Any) -> bool:
+    """Whether a tensor, or all of several, lie in the memory of `source`."""
+    if not isinstance(source, torch.Tensor):  # numpy's memory, wrapped
+        return True
+    parts = result if isinstance(result, tuple | list) else (result,)
+    memory = source.untyped_storage().data_ptr()
+    return all(part.untyped_storage().data_ptr() == memory for part in parts)
