@@ -57,6 +57,8 @@ class FakeRequest:
 
 
 class FakeEngine:
+    summary = "fake: capitals, 1 thread"
+
     def __init__(self, interrupt_at):
         self.requests = {}
         self.aborted = []

@@ -90,6 +90,8 @@ class EngineConfig:
     scheduler: SchedulerConfig
     attention_backend: str
     """Name of the backend, or `auto`: selection knows the machine and says why."""
+    kernels: str
+    """`amx`, `avx512`, or `reference` for those of torch."""
     graphs: str
     """`replay`, `check` (replay and compare) or `off`."""
     num_threads: int

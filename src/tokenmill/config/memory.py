@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tokenmill.config.dtypes import DTYPE_BYTES
-from tokenmill.config.engine_config import MemoryLedger
+from tokenmill.config.engine_config import EngineConfig, MemoryLedger
 from tokenmill.config.machine import Machine
 from tokenmill.config.parameters import ModelParameters
 
@@ -83,6 +83,17 @@ def render(ledger: MemoryLedger) -> str:
         ("left", ledger.left, ""),
     ]
     return "\n".join(f"  {name:<10}{format_bytes(size):>12}{more}" for name, size, more in rows)
+
+
+def summary(config: EngineConfig) -> str:
+    """One line on an engine for its user."""
+    model, ledger = config.model, config.ledger
+    threads = "1 thread" if config.num_threads == 1 else f"{config.num_threads} threads"
+    return (
+        f"{model.name}: {model.dtype}, {config.kernels} kernels, {threads};"
+        f" context {model.max_model_len:,} tokens, KV cache {ledger.kv_tokens:,} tokens"
+        f" ({format_bytes(ledger.kv_pool)} of {format_bytes(ledger.available)})"
+    )
 
 
 def format_bytes(size: int) -> str:

@@ -79,7 +79,8 @@ def resolve(
     block_size = _block_size(args, choices)
     num_threads = _num_threads(args, machine, choices)
     max_model_len = _max_model_len(args, parameters, choices)
-    flops = FLOPS_PER_CPU[machine.isa if dtype == "bfloat16" else "reference"] * num_threads
+    kernels = machine.isa if dtype == "bfloat16" else "reference"
+    flops = FLOPS_PER_CPU[kernels] * num_threads
     budget = _token_budget(args, tensor_shapes, parameters, flops, choices)
     step = StepShape(_max_num_seqs(args, budget, choices), budget, max_model_len)
     pool = size_pool(
@@ -106,6 +107,7 @@ def resolve(
         cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching),
         scheduler=_scheduler(args, step.max_num_seqs, budget, max_model_len),
         attention_backend=args.attention_backend,
+        kernels=kernels,
         graphs=_graphs(args),
         num_threads=num_threads,
         max_logprobs=at_least("max_logprobs", args.max_logprobs, -1),

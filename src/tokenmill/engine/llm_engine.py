@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tokenmill.config.memory import summary
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.engine.interrupts import interrupts_deferred
@@ -107,6 +108,11 @@ class LLMEngine:
             kept = self._undelivered
             self._undelivered = [output for output in kept if output.request_id not in ids]
         return [*(output for output in kept if output.request_id in ids), *outputs]
+
+    @property
+    def summary(self) -> str:
+        """One line on the model, its kernels and its memory."""
+        return summary(self.config)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._undelivered) or self._output_processor.num_unfinished > 0

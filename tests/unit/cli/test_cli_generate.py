@@ -13,6 +13,7 @@ def test_one_prompt_goes_to_stdout_and_figures_to_stderr():
     assert result.exit_code == 0
     assert result.stdout == "THE SKY IS BLUE\n"
     assert "load: 3.0 MB" in result.stderr
+    assert "fake: capitals, 1 thread" in result.stderr
     # 4 tokens, the first at second 1 of a request that came at 0, the last at second 4
     assert "4 prompt tokens, 4 new tokens, first token after 1.00 s, 1.0 tokens/s" in result.stderr
     assert result.llm.closed
@@ -126,7 +127,7 @@ def test_a_refused_prompt_has_no_figures():
     result = run_cli("generate", "too long")
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr.splitlines()[1:] == ["error: prompt: too long."]
+    assert result.stderr.splitlines()[2:] == ["error: prompt: too long."]
 
 
 def test_engine_flags_reach_the_engine():

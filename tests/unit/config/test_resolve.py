@@ -12,7 +12,7 @@ import pytest
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.machine import Machine
-from tokenmill.config.memory import render
+from tokenmill.config.memory import render, summary
 from tokenmill.config.parameters import read_parameters, rope_parameters
 from tokenmill.config.resolve import resolve
 from tokenmill.errors import ConfigError, MemoryBudgetError
@@ -293,3 +293,10 @@ def test_the_ledger_adds_up_and_shows_its_lines() -> None:
     text = render(ledger)
     for line in ("available", "weights", "workspace", "reserve", "KV pool", "left", "tokens"):
         assert line in text
+
+
+def test_the_summary_says_what_a_user_wants_to_know() -> None:
+    line = summary(resolved(num_kv_blocks=100, max_model_len=1024, num_threads=1))
+    for part in ("smollm2-135m", "bfloat16", "reference kernels", "1 thread", "1,024", "3,200"):
+        assert part in line
+    assert "\n" not in line

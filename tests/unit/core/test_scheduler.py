@@ -344,6 +344,7 @@ def test_build_scheduler_takes_its_limits_from_the_engine_config(caching):
         cache=cache,
         scheduler=limits,
         attention_backend="auto",
+        kernels="reference",
         graphs="replay",
         num_threads=1,
         max_logprobs=20,

@@ -61,6 +61,8 @@ def open_llm(
     """The loaded model; closed at the end."""
     with loading_progress(console, shown=not quiet) as on_progress:
         llm = build(**asdict(engine), on_progress=on_progress)
+    if not quiet:
+        console.print(llm.llm_engine.summary, style="dim")
     try:
         yield llm
     finally:
