@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bind_rows.h"
 #include "gemm_kernels.h"
 #include "gemm_limits.h"
 #include "isa.h"
@@ -20,42 +21,16 @@
 #include "pool.h"
 #include "program.h"
 
-namespace nb = nanobind;
-
 namespace tokenmill {
 namespace {
 
-using Tensor = nb::ndarray<nb::device::cpu>;
-using ReadTensor = nb::ndarray<nb::device::cpu, nb::ro>;
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ReadBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bias = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-using Unlocked = nb::gil_scoped_release;
-
-[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
-
-void check(bool holds, const char* name, const std::string& expected) {
-  if (!holds) refuse(std::string(name) + " must be " + expected);
-}
-
-template <class T>
-bool is_bf16(const T& tensor) {
-  const nb::dlpack::dtype type = tensor.dtype();
-  return type.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat) && type.bits == 16;
-}
-
 template <class T>
 bool is_float32(const T& tensor) { return tensor.dtype() == nb::dtype<float>(); }
-
-// A matrix [rows, columns] whose rows may lie apart.
-template <class T>
-void check_matrix(const T& tensor, const char* name, std::int64_t columns) {
-  check(tensor.ndim() == 2 && static_cast<std::int64_t>(tensor.shape(1)) == columns &&
-            (columns <= 1 || tensor.shape(0) == 0 || tensor.stride(1) == 1),
-        name, "a matrix of " + std::to_string(columns) + " columns, contiguous along them");
-}
 
 int dimension(std::int64_t value, const char* name) {
   check(value >= 0 && value < (std::int64_t{1} << 31) - 64, name, "a size of at most 31 bits");
@@ -66,7 +41,7 @@ BlockType block_type(const std::string& name) {
   constexpr const char* kNames[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"};
   for (int i = 0; i < 5; ++i)
     if (name == kNames[i]) return static_cast<BlockType>(i);
-  refuse("block type is " + name + "; it takes Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0");
+  throw std::invalid_argument("block type must be Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0, not " + name);
 }
 
 void check_groups(int k) {

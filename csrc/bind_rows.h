@@ -1,4 +1,4 @@
-// What the bindings of attention and elementwise kernels share: checks of tensors.
+// What the bindings share: checks of tensors.
 #pragma once
 
 #include <nanobind/nanobind.h>

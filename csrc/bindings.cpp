@@ -6,6 +6,7 @@ namespace nb = nanobind;
 namespace tokenmill {
 void bind_gemm(nb::module_& module);
 void bind_attention(nb::module_& module);
+void bind_elementwise(nb::module_& module);
 void bind_program(nb::module_& module);
 }  // namespace tokenmill
 
@@ -13,5 +14,6 @@ NB_MODULE(_native, module) {
   module.doc() = "Native kernels. The typed faces are in tokenmill.kernels.";
   tokenmill::bind_gemm(module);
   tokenmill::bind_attention(module);
+  tokenmill::bind_elementwise(module);
   tokenmill::bind_program(module);
 }
