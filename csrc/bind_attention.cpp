@@ -13,9 +13,6 @@
 #include "program.h"
 
 namespace tokenmill {
-
-void bind_elementwise(nb::module_& module);
-
 namespace {
 
 using Ints = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -172,7 +169,6 @@ void bind_attention(nb::module_& module) {
              nb::arg("kv_cache"), nb::arg("slot_mapping"), nb::arg("query").none() = nb::none(),
              nb::arg("out_query").none() = nb::none(), nb::arg("positions").none() = nb::none(),
              nb::arg("cos").none() = nb::none(), nb::arg("sin").none() = nb::none());
-  bind_elementwise(module);
 }
 
 }  // namespace tokenmill

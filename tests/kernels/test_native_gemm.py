@@ -251,7 +251,7 @@ def test_wrong_arguments_are_refused() -> None:
         gemm.quantize_rows(random_bf16(3, 33))
     with pytest.raises(ValueError, match="raw must be 80 bytes, not 79"):
         gemm.PackedBlocks.pack("Q4_1", torch.zeros(79, dtype=torch.uint8), 2, 64)
-    with pytest.raises(ValueError, match="it takes Q4_0, Q4_1"):
+    with pytest.raises(ValueError, match="must be Q4_0, Q4_1"):
         gemm.PackedBlocks.pack("Q3_K", torch.zeros(80, dtype=torch.uint8), 2, 64)
     with pytest.raises(ValueError, match="row_index must be within"):
         gemm.PackedBf16.pack(random_bf16(2, 32), torch.tensor([0, 2]))
