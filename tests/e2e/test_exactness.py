@@ -91,3 +91,7 @@ class TestB111:
     def test_planned_ahead(self, dtype: str) -> None:
         with engine(dtype, async_scheduling=True, max_num_batched_tokens=64) as llm:
             assert results(llm.generate(PROMPTS, PARAMS)) == alone(dtype)
+
+    def test_one_thread(self, dtype: str) -> None:
+        with engine(dtype, num_threads=1) as llm:
+            assert results(llm.generate(PROMPTS, PARAMS)) == alone(dtype)

@@ -72,6 +72,18 @@ def write_tiny_llama(path: Path, *, seed: int = 0, **config: Any) -> Path:
     return path
 
 
+def write_wide_llama(path: Path) -> Path:
+    """A tiny model with heads of a size that the native kernels take, and with biases."""
+    return write_tiny_llama(
+        path,
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        attention_bias=True,
+    )
+
+
 @functools.cache
 def tiny_llama() -> Path:
     """The directory of one tiny model, shared by all tests of a run."""

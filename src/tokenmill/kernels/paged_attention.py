@@ -64,9 +64,9 @@ def unsupported_reasons(
 ) -> list[str]:
     """Why the kernels cannot serve such a layer on this machine; empty if they can."""
     reasons = []
-    if native.module().active_isa() == "reference":
+    if not native.is_available():
         reasons.append(
-            "the processor lacks AVX-512 with VNNI and BF16, or TOKENMILL_ISA forbids it"
+            "there are no native kernels for this processor, or TOKENMILL_ISA forbids them"
         )
     if kv_dtype not in KV_DTYPES:
         reasons.append(f"KV dtype {kv_dtype!r} is not one of {', '.join(KV_DTYPES)}")

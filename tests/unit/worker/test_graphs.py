@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.tiny import write_tiny_llama
+from helpers.tiny import write_wide_llama
 from tokenmill import LLM, SamplingParams
 from tokenmill.kernels import arena, native
 from tokenmill.worker.graphs.cpu import (
@@ -23,16 +23,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 
 @pytest.fixture(scope="module")
 def wide_llama(tmp_path_factory):
-    """A tiny model with heads of a size that the native kernels take."""
-    directory = tmp_path_factory.mktemp("wide")
-    return write_tiny_llama(
-        directory,
-        hidden_size=128,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        attention_bias=True,
-    )
+    return write_wide_llama(tmp_path_factory.mktemp("wide"))
 
 
 def outputs_of(path, **settings):

@@ -1,0 +1,76 @@
+"""B110: every instruction set of this machine runs, and each is exact in itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.tiny import write_wide_llama
+from tokenmill.kernels.native import active_isa
+
+SCRIPT = """
+import json, sys
+from tokenmill import LLM, SamplingParams
+prompts = [[(i * 37 + 11 * j) % 390 + 3 for j in range(3 + 30 * i)] for i in range(4)]
+params = SamplingParams(temperature=0.8, seed=3, max_tokens=10, ignore_eos=True, logprobs=1)
+def run(batches, **settings):
+    with LLM(sys.argv[1], dtype=sys.argv[2], num_kv_blocks=64, max_num_seqs=8, **settings) as llm:
+        kernels = llm.llm_engine.config.kernels
+        outputs = [o.outputs[0] for batch in batches for o in llm.generate(batch, params)]
+    return kernels, [(o.token_ids, [p[t].logprob for t, p in zip(o.token_ids, o.logprobs)])
+                     for o in outputs]
+kernels, together = run([prompts])
+_, alone = run([[p] for p in prompts], num_threads=1, enforce_eager=True)
+_, chunked = run([prompts], max_num_batched_tokens=16)
+print(json.dumps({"kernels": kernels, "together": together, "alone": alone, "chunked": chunked}))
+"""
+LEVELS = ["reference", "avx512", "amx"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wide_llama(tmp_path_factory.mktemp("wide"))
+
+
+def run(model: Path, dtype: str, isa: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model), dtype],
+        env={**os.environ, "TOKENMILL_ISA": isa},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_each_level_is_exact_in_itself_or_refused(model: Path, isa: str) -> None:
+    done = run(model, "bfloat16", isa)
+    if LEVELS.index(isa) > LEVELS.index(active_isa()):
+        assert done.returncode != 0
+        assert "TOKENMILL_ISA" in done.stderr
+        return
+    found = json.loads(done.stdout)
+    assert found["kernels"] == isa
+    assert found["together"] == found["alone"] == found["chunked"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_other_dtypes_run_on_the_reference_whatever_the_processor(model: Path, dtype: str) -> None:
+    levels = [isa for isa in LEVELS if LEVELS.index(isa) <= LEVELS.index(active_isa())]
+    results = [json.loads(run(model, dtype, isa).stdout) for isa in levels]
+    assert all(result["kernels"] == "reference" for result in results)
+    tokens = [[ids for ids, _ in result["together"]] for result in results]
+    assert all(ids == tokens[0] for ids in tokens)
+    for result in results:
+        assert result["together"] == result["alone"] == result["chunked"]
+
+
+def test_a_level_that_does_not_exist_is_refused(model: Path) -> None:
+    done = run(model, "bfloat16", "sse9")
+    assert done.returncode != 0
+    assert "sse9" in done.stderr
