@@ -13,6 +13,7 @@ Requests A, B, C with 2, 1 and 4 tokens; logits of A's last, B's only and C's la
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from tokenmill.worker.rows import RowTable
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InputBatch:
     """A step's batch of `num_reqs` requests and `num_tokens` tokens, in host memory.
 
@@ -63,12 +64,12 @@ class InputBatch:
     def num_tokens(self) -> int:
         return len(self.input_ids)
 
-    @property
+    @cached_property
     def sampled_indices(self) -> IntArray:
         """Places in the flat batch after which a token is sampled, in order of requests."""
         return self.logits_indices[runs(self.logits_start[1:] - self.num_sampled, self.num_sampled)]
 
-    @property
+    @cached_property
     def sampled_start(self) -> IntArray:
         """[num_reqs], where each request's run of `sampled_indices` begins"""
         return np.cumsum(self.num_sampled) - self.num_sampled
@@ -191,6 +192,8 @@ def runs(first: npt.NDArray[np.integer], counts: IntArray) -> IntArray:
     >>> runs(np.array([5, 0]), np.array([2, 3]))
     array([5, 6, 0, 1, 2])
     """
+    if (counts == 1).all():  # a step of decoding requests: nearly always
+        return first.astype(np.int64)
     starts = np.cumsum(counts) - counts
     numbers: IntArray = np.arange(int(counts.sum())) + np.repeat(first - starts, counts)
     return numbers

@@ -220,6 +220,8 @@ class ModelRunner:
 
         And the requests whose logits are not finite there; both by place in the batch.
         """
+        if len(batch.logits_indices) == len(batch.sampled_indices):
+            return {}, set()
         num_predictors = np.diff(batch.logits_start) - batch.num_sampled
         owners = np.repeat(np.arange(batch.num_reqs), num_predictors)
         indices = batch.logits_indices[runs(batch.logits_start[:-1], num_predictors)]
@@ -285,8 +287,9 @@ class ModelRunner:
         )
         is_good = np.ones(batch.num_reqs, np.bool_)
         is_good[list(state.bad_reqs)] = False
-        owners = np.repeat(np.arange(batch.num_reqs), num_new)
-        is_good[owners[~sampled.is_valid[runs(batch.sampled_start, num_new)]]] = False
+        if not sampled.is_valid.all():
+            owners = np.repeat(np.arange(batch.num_reqs), num_new)
+            is_good[owners[~sampled.is_valid[runs(batch.sampled_start, num_new)]]] = False
         return np.where(is_good, num_new, 0), is_good
 
     def _make_output(
