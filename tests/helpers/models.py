@@ -38,6 +38,10 @@ class TensorCheckpoint:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     @property
+    def tensor_formats(self) -> dict[str, str]:
+        return {name: FORMATS[tensor.dtype] for name, tensor in self.tensors.items()}
+
+    @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 

@@ -64,6 +64,11 @@ class Checkpoint(Protocol):
         ...
 
     @property
+    def tensor_formats(self) -> Mapping[str, str]:
+        """Every tensor's `RawTensor.format`."""
+        ...
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all tensors as they lie in the files."""
         ...

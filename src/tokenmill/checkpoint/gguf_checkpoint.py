@@ -52,6 +52,9 @@ class GGUFCheckpoint:
         self.tensor_shapes: Mapping[str, tuple[int, ...]] = {
             hf_name: header.tensors[name].shape for hf_name, name in self._gguf_names.items()
         }
+        self.tensor_formats: Mapping[str, str] = {
+            hf_name: header.tensors[name].type.name for hf_name, name in self._gguf_names.items()
+        }
         self.num_bytes = sum(tensor.num_bytes for tensor in header.tensors.values())
 
     @classmethod

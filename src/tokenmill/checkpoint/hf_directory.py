@@ -57,6 +57,9 @@ class HFDirectory:
         self.tensor_shapes: Mapping[str, tuple[int, ...]] = {
             name: entry.shape for name, entry in self._entries.items()
         }
+        self.tensor_formats: Mapping[str, str] = {
+            name: entry.dtype for name, entry in self._entries.items()
+        }
         self.num_bytes = sum(
             math.prod(entry.shape) * _DTYPE_BYTES[entry.dtype] for entry in self._entries.values()
         )

@@ -9,7 +9,7 @@ available now
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -34,9 +34,36 @@ class StepShape:
     max_model_len: int
 
 
-def weight_bytes(tensor_shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
-    """Bytes of a model's weights in `dtype`."""
-    return DTYPE_BYTES[dtype] * _num_elements(tensor_shapes.values())
+_PACKED_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 34, "Q5_1": 36, "Q8_0": 34}
+"""Bytes that 32 values of a GGUF block type take where the native kernels keep their codes."""
+_BLOCK_VALUES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's tensors, by name, and how they will be held."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    formats: Mapping[str, str]
+    """As in the file."""
+    dtype: str
+    keeps_blocks: bool
+    """Whether block types keep their codes; else they become `dtype`."""
+
+    @property
+    def num_values(self) -> int:
+        return sum(prod(shape) for shape in self.shapes.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them, as the engine holds them."""
+        return sum(self._bytes_of(name, prod(shape)) for name, shape in self.shapes.items())
+
+    def _bytes_of(self, name: str, num_values: int) -> int:
+        block_bytes = _PACKED_BLOCK_BYTES.get(self.formats[name])
+        if self.keeps_blocks and block_bytes is not None:
+            return num_values // _BLOCK_VALUES * block_bytes
+        return num_values * DTYPE_BYTES[self.dtype]
 
 
 def kv_bytes_per_token(parameters: ModelParameters, dtype: str) -> int:
@@ -56,15 +83,14 @@ def workspace_bytes(parameters: ModelParameters, shape: StepShape) -> int:
 
 def empty_ledger(
     machine: Machine,
-    tensor_shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
+    weights: Weights,
     parameters: ModelParameters,
     step: StepShape,
 ) -> MemoryLedger:
     """What is taken before the KV pool is sized."""
     return MemoryLedger(
         available=machine.available_memory,
-        weights=weight_bytes(tensor_shapes, dtype),
+        weights=weights.num_bytes,
         workspace=workspace_bytes(parameters, step),
         reserve=RESERVE_BYTES,
         kv_pool=0,
@@ -101,7 +127,3 @@ def format_bytes(size: int) -> str:
     if abs(size) >= 1 << 30:
         return f"{size / (1 << 30):.2f} GiB"
     return f"{size / (1 << 20):.1f} MiB"
-
-
-def _num_elements(shapes: Iterable[tuple[int, ...]]) -> int:
-    return sum(prod(shape) for shape in shapes)

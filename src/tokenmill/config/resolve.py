@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, TypeVar
 
 from tokenmill.config.dtypes import canonical_dtype
@@ -24,7 +23,7 @@ from tokenmill.config.engine_config import (
 )
 from tokenmill.config.kv_pool import size_pool
 from tokenmill.config.machine import Machine
-from tokenmill.config.memory import StepShape, empty_ledger, kv_bytes_per_token
+from tokenmill.config.memory import StepShape, Weights, empty_ledger, kv_bytes_per_token
 from tokenmill.config.parameters import ModelParameters, at_least, read_parameters
 from tokenmill.errors import ConfigError, did_you_mean
 
@@ -65,11 +64,12 @@ def resolve(
     path: str,
     config: Mapping[str, Any],
     tensor_shapes: Mapping[str, tuple[int, ...]],
+    tensor_formats: Mapping[str, str],
     machine: Machine,
 ) -> EngineConfig:
     """Settle every setting.
 
-    `config` and `tensor_shapes` describe the model's files at `path`. Raises `ConfigError`, and
+    `config` and the tensors describe the model's files at `path`. Raises `ConfigError`, and
     `MemoryBudgetError` where weights and KV pool do not fit `machine`.
     """
     choices = _Choices()
@@ -81,14 +81,15 @@ def resolve(
     max_model_len = _max_model_len(args, parameters, choices)
     kernels = machine.isa if dtype == "bfloat16" else "reference"
     flops = FLOPS_PER_CPU[kernels] * num_threads
-    budget = _token_budget(args, tensor_shapes, parameters, flops, choices)
+    weights = Weights(tensor_shapes, tensor_formats, dtype, keeps_blocks=kernels != "reference")
+    budget = _token_budget(args, weights, parameters, flops, choices)
     step = StepShape(_max_num_seqs(args, budget, choices), budget, max_model_len)
     pool = size_pool(
         args,
         step,
         block_size=block_size,
         bytes_per_block=block_size * kv_bytes_per_token(parameters, dtype),
-        ledger=empty_ledger(machine, tensor_shapes, dtype, parameters, step),
+        ledger=empty_ledger(machine, weights, parameters, step),
     )
     if pool.max_model_len < max_model_len:
         max_model_len = choices.choose(
@@ -198,7 +199,7 @@ def _max_model_len(args: EngineArgs, parameters: ModelParameters, choices: _Choi
 
 def _token_budget(
     args: EngineArgs,
-    tensor_shapes: Mapping[str, tuple[int, ...]],
+    weights: Weights,
     parameters: ModelParameters,
     flops: float,
     choices: _Choices,
@@ -213,8 +214,7 @@ def _token_budget(
                 f" {args.max_num_seqs}, or lower max_num_seqs to {budget}."
             )
     else:
-        weights = sum(prod(shape) for shape in tensor_shapes.values())
-        per_token = 2 * max(weights - parameters.vocab_size * parameters.hidden_size, 1)
+        per_token = 2 * max(weights.num_values - parameters.vocab_size * parameters.hidden_size, 1)
         fitting = int(STEP_SECONDS * flops / per_token) // 32 * 32
         budget = max(min(fitting, MAX_BUDGET), MIN_BUDGET, args.max_num_seqs or 0)
         budget = choices.choose(

@@ -54,6 +54,7 @@ def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEn
             path=str(path),
             config=checkpoint.config,
             tensor_shapes=checkpoint.tensor_shapes,
+            tensor_formats=checkpoint.tensor_formats,
             machine=read_machine(isa=active_isa()),
         )
         _log_choices(config)

@@ -12,7 +12,7 @@ import pytest
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.machine import Machine
-from tokenmill.config.memory import render, summary
+from tokenmill.config.memory import Weights, render, summary
 from tokenmill.config.parameters import read_parameters, rope_parameters
 from tokenmill.config.resolve import resolve
 from tokenmill.errors import ConfigError, MemoryBudgetError
@@ -44,6 +44,7 @@ def resolved(
         path="model",
         config=CONFIG if config is None else config,
         tensor_shapes=SHAPES,
+        tensor_formats=dict.fromkeys(SHAPES, "F32"),
         machine=on or machine(),
     )
 
@@ -182,6 +183,7 @@ def test_the_remedy_is_for_what_takes_the_memory() -> None:
             path="model",
             config=CONFIG,
             tensor_shapes={"layers": (10**6, 10**5)},
+            tensor_formats={"layers": "F32"},
             machine=machine(),
         )
 
@@ -214,6 +216,7 @@ def test_faster_kernels_get_a_larger_budget() -> None:
             path="model",
             config=large,
             tensor_shapes={"layers": (16_000, 10_000)},
+            tensor_formats={"layers": "F32"},
             machine=Machine(2, 24 * GIB, 24 * GIB, isa=isa),
         ).scheduler.max_num_batched_tokens
         for dtype, isa in (("auto", "amx"), ("auto", "reference"), ("float32", "amx"))
@@ -300,3 +303,13 @@ def test_the_summary_says_what_a_user_wants_to_know() -> None:
     for part in ("smollm2-135m", "bfloat16", "reference kernels", "1 thread", "1,024", "3,200"):
         assert part in line
     assert "\n" not in line
+
+
+def test_block_types_keep_their_codes_on_the_native_kernels_only() -> None:
+    shapes = {"a": (32, 64), "b": (10, 32), "c": (7,)}
+    formats = {"a": "Q4_1", "b": "Q6_K", "c": "F32"}
+    packed = Weights(shapes, formats, "bfloat16", keeps_blocks=True)
+    plain = Weights(shapes, formats, "bfloat16", keeps_blocks=False)
+    assert packed.num_values == plain.num_values == 32 * 64 + 10 * 32 + 7
+    assert packed.num_bytes == 64 * 20 + 2 * (10 * 32 + 7)
+    assert plain.num_bytes == 2 * plain.num_values

@@ -36,6 +36,7 @@ def config(**settings: Any) -> EngineConfig:
             "max_position_embeddings": 512,
         },
         tensor_shapes={},
+        tensor_formats={},
         machine=Machine(2, 1 << 34, 1 << 34),
     )
 
