@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
 from tokenmill.config.engine_args import EngineArgs
+from tokenmill.entrypoints.cli.chat import NOT_IN_A_CHAT
 from tokenmill.entrypoints.cli.flags import NOT_ON_THE_COMMAND_LINE, field_docs
+from tokenmill.observe.environment import VARIABLES
 from tokenmill.sampling_params import SamplingParams
 
 TARGET = Path(__file__).with_name("settings.md")
@@ -20,33 +23,37 @@ Made by `make docs` from the code; do not edit.
 
 ## Engine
 
-Keywords of `LLM(...)` and flags of the command line (`max_model_len` is `--max-model-len`). `None` means that the engine chooses; `TOKENMILL_LOG_LEVEL=info` shows what it chose, and why.
+Keywords of `LLM(...)` and flags of the command line (`max_model_len` is `--max-model-len`). `None` means that the engine chooses. What it chose, why, and the memory ledger are logged at level info: `TOKENMILL_LOG_LEVEL=info` shows them on the command line, `logging.basicConfig(level="INFO")` in Python.
 
 """
 
 SAMPLING_HEAD = """
 ## Sampling
 
-Fields of `SamplingParams(...)`, and flags of `tokenmill generate` and `tokenmill chat`.
+Fields of `SamplingParams(...)`, and flags of `tokenmill generate` and `tokenmill chat` (a chat has no {not_in_a_chat}). On the command line `max_tokens` is unlimited unless it is given, and log-probabilities need `--json`.
 
 """
 
-ENVIRONMENT = """
+ENVIRONMENT_HEAD = """
 ## Environment
 
 | variable | meaning |
 |---|---|
-| `TOKENMILL_CACHE` | where fetched models are kept; `$XDG_CACHE_HOME/tokenmill` or `~/.cache/tokenmill` otherwise |
-| `TOKENMILL_LOG_LEVEL` | `debug`, `info`, `warning` (default) or `error` |
-| `HF_HUB_OFFLINE`, `HF_HOME`, `HF_TOKEN` | as in huggingface_hub |
 """
+LIBRARIES = "| `HF_HUB_OFFLINE`, `HF_HOME`, `HF_TOKEN` | As in huggingface_hub. |\n"
 
 
-def table(docs: dict[str, str], defaults: dict[str, object]) -> str:
+def environment() -> str:
+    """Every variable that we read."""
+    rows = [f"| `{name}` | {meaning} |\n" for name, meaning in VARIABLES.items()]
+    return ENVIRONMENT_HEAD + "".join(rows) + LIBRARIES
+
+
+def table(docs: dict[str, str], defaults: dict[str, object], no_flags: Collection[str]) -> str:
     """Name, default, text; one line a field."""
     rows = ["| name | default | meaning |", "|---|---|---|"]
     for name, default in defaults.items():
-        mark = "" if name not in NOT_ON_THE_COMMAND_LINE else " (not a flag)"
+        mark = " (not a flag)" if name in no_flags else ""
         text = docs[name].replace("|", "\\|")
         rows.append(f"| `{name}` | `{default!r}` | {text}{mark} |")
     return "\n".join(rows) + "\n"
@@ -61,10 +68,10 @@ def render() -> str:
     sampling["output_kind"] = sampling["output_kind"].name
     return (
         HEAD
-        + table(field_docs(EngineArgs), engine)
-        + SAMPLING_HEAD
-        + table(field_docs(SamplingParams), sampling)
-        + ENVIRONMENT
+        + table(field_docs(EngineArgs), engine, NOT_ON_THE_COMMAND_LINE | {"seed"})
+        + SAMPLING_HEAD.format(not_in_a_chat=", ".join(sorted(NOT_IN_A_CHAT)))
+        + table(field_docs(SamplingParams), sampling, NOT_ON_THE_COMMAND_LINE)
+        + environment()
     )
 
 

@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tokenmill.config.engine_args import EngineArgs
     from tokenmill.engine.llm_engine import LLMEngine
     from tokenmill.entrypoints.llm import LLM
     from tokenmill.errors import TokenmillError
@@ -25,6 +26,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 _HOME = {
     "LLM": "tokenmill.entrypoints.llm",
     "LLMEngine": "tokenmill.engine.llm_engine",
+    "EngineArgs": "tokenmill.config.engine_args",
     "SamplingParams": "tokenmill.sampling_params",
     "RequestOutputKind": "tokenmill.sampling_params",
     "RequestOutput": "tokenmill.outputs",
@@ -36,6 +38,7 @@ _HOME = {
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EngineArgs",
     "LLMEngine",
     "Logprob",
     "RequestOutput",

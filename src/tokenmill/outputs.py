@@ -47,7 +47,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request; seconds on the monotonic clock."""
+    """When things happened to a request; seconds on the monotonic clock.
+
+    Over all sequences that an output shows: the first of the first times, the last of the last.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -70,7 +73,10 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    """All `n` sequences when the request has finished (`FINAL_ONLY`, and what `LLM.generate`
+    returns); while it is streamed, the one sequence that has news."""
     finished: bool
+    """Whether all sequences of the prompt have ended."""
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     """One entry per prompt token, None for the first, which nothing predicts."""
     num_cached_tokens: int = 0

@@ -52,7 +52,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     attention_backend: str = "auto"
-    """auto, or the name of a backend (`reference`)."""
+    """auto, cpu (the native kernels) or reference (torch)."""
     enforce_eager: bool = False
     """Run every kernel by itself instead of replaying recorded steps."""
     check_graphs: bool = False

@@ -192,7 +192,7 @@ class OutputProcessor:
                 shown[0].logprobs.prompt_positions if shown[0].prompt_logprobs_news() else None
             ),
             num_cached_tokens=first.num_cached_tokens,
-            metrics=shown[0].metrics,
+            metrics=_merged([sequence.metrics for sequence in shown]),
         )
 
     def _forget(self, user: _UserRequest) -> None:
@@ -200,3 +200,18 @@ class OutputProcessor:
         same_id.remove(user)
         if not same_id:
             del self._by_user_id[user.source.request_id]
+
+
+def _merged(parts: list[RequestMetrics]) -> RequestMetrics:
+    """The times of several sequences as those of one request: the first, and the last."""
+
+    def known(name: str) -> list[float]:
+        return [value for part in parts if (value := getattr(part, name)) is not None]
+
+    return RequestMetrics(
+        arrival_time=parts[0].arrival_time,
+        first_scheduled_time=min(known("first_scheduled_time"), default=None),
+        first_token_time=min(known("first_token_time"), default=None),
+        last_token_time=max(known("last_token_time"), default=None),
+        num_preemptions=sum(part.num_preemptions for part in parts),
+    )

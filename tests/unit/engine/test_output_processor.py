@@ -267,3 +267,19 @@ def test_times_are_told(tokenizer: Tokenizer) -> None:
     assert (metrics.first_scheduled_time, metrics.num_preemptions) == (1.0, 2)
     assert output.num_cached_tokens == 3
     assert metrics.time_to_first_token == metrics.first_token_time
+
+
+def test_times_of_n_sequences_span_all_of_them(tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(tokenizer)
+    processor.add_request(source(n=2, output_kind=FINAL))
+    steps = [
+        core_output([9], "core-0", FinishReason.LENGTH, first_scheduled_time=1.0),
+        core_output([9], "core-1", first_scheduled_time=2.0, num_preemptions=1),
+        core_output([9], "core-1", FinishReason.LENGTH, first_scheduled_time=2.0),
+    ]
+    *_, ((output,), _) = (processor.process_outputs(step) for step in steps)
+    metrics = output.metrics
+    assert metrics.first_scheduled_time == 1.0
+    assert metrics.first_token_time is not None
+    assert metrics.last_token_time is not None
+    assert metrics.first_token_time < metrics.last_token_time

@@ -26,7 +26,12 @@ from tokenmill.entrypoints.cli.session import (
     run_requests,
     stdin_is_text,
 )
-from tokenmill.errors import GenerationError, TokenmillError, did_you_mean
+from tokenmill.errors import (
+    ContextLengthExceededError,
+    GenerationError,
+    TokenmillError,
+    did_you_mean,
+)
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -155,7 +160,7 @@ def _converse(conversation: Conversation, console: Console) -> None:
         try:
             with stdin_is_text():
                 line = input("> " if interactive else "").strip()
-            if line == "/exit":
+            if line.split(" ")[0] == "/exit":
                 return
             if line.startswith("/"):
                 console.print(_obey(line, conversation), style="dim")
@@ -167,6 +172,12 @@ def _converse(conversation: Conversation, console: Console) -> None:
             if not interactive:
                 raise
             console.print()
+        except ContextLengthExceededError as error:
+            if not interactive:
+                raise
+            console.print(
+                f"error: {error} /reset starts anew; a larger --max-model-len holds more."
+            )
         except TokenmillError as error:
             if not interactive:
                 raise

@@ -83,10 +83,15 @@ def _flag_class(name: str, owner: type, defaults: Mapping[str, Any]) -> type:
     for field_name, default in defaults.items():
         hint = hints[field_name] if default is not None else hints[field_name] | None
         special = JSON_OBJECT if get_origin(hint) is dict else SHORT.get(field_name)
+        repeated = (
+            " Repeat the flag for more than one."
+            if hint == list[str] | None or (hint == list[int] | None)
+            else ""
+        )
         fields.append(
             (
                 field_name,
-                Annotated[hint, special, Parameter(help=docs[field_name])],
+                Annotated[hint, special, Parameter(help=docs[field_name] + repeated)],
                 dataclasses.field(default_factory=dict) if default == {} else default,
             )
         )
