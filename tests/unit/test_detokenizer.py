@@ -51,7 +51,7 @@ def stream(detokenizer, token_ids, group=1, stop_token=False):
 @TOKENIZERS
 @settings(max_examples=200, deadline=None)
 @given(prompt=texts, output=texts, group=st.integers(1, 4))
-def test_joined_deltas_equal_a_full_decode(tokenizer, prompt, output, group):
+def test_b008_joined_deltas_equal_a_full_decode(tokenizer, prompt, output, group):
     prompt_ids = tokenizer.encode(prompt)
     output_ids = tokenizer.encode(output, add_special_tokens=False)
     detokenizer = make_detokenizer(tokenizer, prompt_ids, SamplingParams(max_tokens=None))
@@ -112,7 +112,7 @@ def test_output_that_leaves_the_prompts_last_character_broken():
     assert nothing.next_text(finished=True, delta=True) == ""
 
 
-def test_the_end_inside_a_character_is_told_once():
+def test_b008_the_end_inside_a_character_is_told_once():
     ids = BYTE_LEVEL.encode("a🎉")[:-1]
     detokenizer = make_detokenizer(BYTE_LEVEL, [], SamplingParams())
     deltas, _ = stream(detokenizer, ids)
@@ -156,7 +156,7 @@ def test_special_tokens(tokenizer, skip):
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("include", [True, False])
-def test_text_of_a_stop_token(skip, include):
+def test_b004_text_of_a_stop_token(skip, include):
     params = SamplingParams(skip_special_tokens=skip, include_stop_str_in_output=include)
     ids = BYTE_LEVEL.encode("hi<|im_end|>")
     detokenizer = make_detokenizer(BYTE_LEVEL, [], params)
@@ -170,7 +170,7 @@ def test_text_of_a_stop_token(skip, include):
 @pytest.mark.parametrize("include", [True, False])
 @settings(max_examples=150, deadline=None)
 @given(output=texts, data=st.data())
-def test_stop_strings_in_a_stream(tokenizer, include, output, data):
+def test_b001_stop_strings_in_a_stream(tokenizer, include, output, data):
     """Any part of the output as stop: deltas joined are the text up to its first match."""
     ids = tokenizer.encode(output, add_special_tokens=False)
     full = tokenizer.decode(ids)
@@ -215,7 +215,7 @@ def test_what_is_held_is_no_more_than_may_become_a_stop_string():
 @pytest.mark.parametrize(
     ("min_tokens", "text"), [(0, "a"), (3, "a"), (4, "axybxya"), (10, "axybxyaxyb")]
 )
-def test_stop_strings_are_not_honoured_among_the_first_tokens(min_tokens, text):
+def test_b030_stop_strings_are_not_honoured_among_the_first_tokens(min_tokens, text):
     params = SamplingParams(stop=["xyb"], min_tokens=min_tokens)
     detokenizer = make_detokenizer(BYTE_LEVEL, [], params)
     ids = [BYTE_LEVEL.token_to_id(char) for char in "axybxyaxyb"]
@@ -284,7 +284,7 @@ def seconds_for(detokenizer, token_ids):
 
 @TOKENIZERS
 @pytest.mark.parametrize("kind", ["text", "incomplete"])
-def test_cost_per_token_is_constant(tokenizer, kind):
+def test_b044_cost_per_token_is_constant(tokenizer, kind):
     incomplete = tokenizer.token_to_id("<0xE4>") or tokenizer.token_to_id("ä")
     words = tokenizer.encode("some words 🎉 of text", add_special_tokens=False)
     ids = [incomplete] * 20_000 if kind == "incomplete" else (words * 20_000)[:20_000]
@@ -296,7 +296,7 @@ def test_cost_per_token_is_constant(tokenizer, kind):
     assert whole / len(ids) < 100e-6
 
 
-def test_incomplete_bytes_are_held_for_no_more_than_a_character():
+def test_b044_incomplete_bytes_are_held_for_no_more_than_a_character():
     incomplete = BYTE_LEVEL.token_to_id("ä")  # the byte 0xE4
     detokenizer = make_detokenizer(BYTE_LEVEL, [], SamplingParams())
     deltas, _ = stream(detokenizer, [incomplete] * 100)

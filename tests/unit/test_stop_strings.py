@@ -31,7 +31,7 @@ def first_match(text, stops):
 
 
 @given(few_letters, st.lists(st.integers(0, 100), max_size=8), stop_lists)
-def test_finds_what_a_search_of_the_whole_text_finds(text, cuts, stops):
+def test_b004_finds_what_a_search_of_the_whole_text_finds(text, cuts, stops):
     checker = StopStringChecker(stops)
     match = None
     for chunk in chunks_of(text, cuts):
@@ -43,7 +43,7 @@ def test_finds_what_a_search_of_the_whole_text_finds(text, cuts, stops):
 
 
 @given(few_letters, stop_lists)
-def test_holds_just_what_may_begin_a_stop_string(text, stops):
+def test_b001_holds_just_what_may_begin_a_stop_string(text, stops):
     checker = StopStringChecker(stops)
     if checker.feed(text) is None:
         beginnings = [
@@ -80,26 +80,26 @@ def test_text_without_honour_begins_matches_but_ends_none(early, late, stops):
         (["aab"], ["a", "a", "a", "b"], ("aab", 1, 4)),
     ],
 )
-def test_synthetic_tokens(stops, pieces, expected):
+def test_b004_synthetic_tokens(stops, pieces, expected):
     checker = StopStringChecker(stops)
     match = next(filter(None, map(checker.feed, pieces)))
     assert (match.stop, match.start, match.end) == expected
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""], [1], "x" * (MAX_STOP_LENGTH + 1), 5])
-def test_stops_that_cannot_be_are_refused(stop):
+def test_b006_stops_that_cannot_be_are_refused(stop):
     with pytest.raises(InvalidRequestError, match="stop=") as raised:
         SamplingParams(stop=stop)
     assert raised.value.parameter == "stop"
 
 
-def test_number_of_stops_is_bounded():
+def test_b006_number_of_stops_is_bounded():
     assert len(SamplingParams(stop=["x"] * MAX_STOP_STRINGS).stop) == MAX_STOP_STRINGS
     with pytest.raises(InvalidRequestError, match=str(MAX_STOP_STRINGS)):
         SamplingParams(stop=["x"] * 100_000)
 
 
-def test_none_and_empty_lists_are_no_stops_and_a_string_is_a_list_of_one():
+def test_b006_none_and_empty_lists_are_no_stops_and_a_string_is_a_list_of_one():
     assert SamplingParams(stop=None).stop is None
     assert SamplingParams(stop=[]).stop is None
     assert SamplingParams(stop="END").stop == ["END"]

@@ -50,7 +50,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA_LIKE, MISTRAL_LIKE])
-def test_variants_that_mean_the_same_render_the_same(source):
+def test_b052_variants_that_mean_the_same_render_the_same(source):
     template = ChatTemplate(source)
     rendered = {
         template.render(
@@ -86,7 +86,7 @@ def test_further_keys_reach_the_template():
     assert normalise_messages([message], TEMPLATE) == [message]
 
 
-def test_developer_is_system_unless_the_template_knows_it():
+def test_b053_developer_is_system_unless_the_template_knows_it():
     messages = [{"role": "developer", "content": "x"}]
     assert normalise_messages(messages, TEMPLATE)[0]["role"] == "system"
     knows = ChatTemplate("{% if messages[0].role == 'developer' %}{% endif %}")
@@ -143,7 +143,7 @@ def nested(depth):
         ([{"role": "user", "content": "x", "file": object()}], "messages[0].file"),
     ],
 )
-def test_invalid_structure_is_refused_by_name(messages, where):
+def test_b052_invalid_structure_is_refused_by_name(messages, where):
     with pytest.raises(InvalidRequestError) as raised:
         normalise_messages(messages, TEMPLATE)
     assert raised.value.parameter == where

@@ -63,7 +63,7 @@ def with_biases(model):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_weight_comes_back_under_its_name(tmp_path, variant):
+def test_b105_every_weight_comes_back_under_its_name(tmp_path, variant):
     model = with_biases(tiny_llama(**VARIANTS[variant]))
     checkpoint = open_tiny(tmp_path, model)
     expected = {
@@ -146,7 +146,7 @@ def test_tokenizer_data_holds_the_tokenizers_keys_only(tmp_path):
     assert all(key.startswith("tokenizer.") for key in metadata)
 
 
-def test_an_unknown_tensor_keeps_its_own_name(tmp_path):
+def test_b105_an_unknown_tensor_keeps_its_own_name(tmp_path):
     extra = {"mystery.weight": np.zeros((2, 3), np.float32)}
     shapes = open_tiny(tmp_path, extra_tensors=extra).tensor_shapes
     assert shapes["mystery.weight"] == (2, 3)

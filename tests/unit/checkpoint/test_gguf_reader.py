@@ -217,7 +217,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_lie_is_refused_by_the_name_of_its_field(name):
+def test_b106_a_lie_is_refused_by_the_name_of_its_field(name):
     content, words = LIES[name]
     with pytest.raises(CheckpointError) as caught:
         read(content)
@@ -225,7 +225,7 @@ def test_a_lie_is_refused_by_the_name_of_its_field(name):
         assert word in str(caught.value)
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path):
+def test_b106_a_file_cut_anywhere_is_refused(tmp_path):
     content = write_llama_gguf(tmp_path / "tiny.gguf", tiny_llama(), "Q8_0").read_bytes()
     end = max(t.offset + t.num_bytes for t in read(content).tensors.values())
     cuts = random.Random(1).sample(range(end), 200)
@@ -247,7 +247,7 @@ def mutations(content: bytes, header_bytes: int, count: int) -> Iterator[bytes]:
         yield bytes(copy[: rng.randrange(header_bytes)] if rng.random() < 0.1 else copy)
 
 
-def test_a_thousand_mutated_files(tmp_path):
+def test_b106_a_thousand_mutated_files(tmp_path):
     path = write_llama_gguf(tmp_path / "tiny.gguf", tiny_llama(num_hidden_layers=1), "Q4_0")
     content = path.read_bytes()
     header_bytes = min(t.offset for t in read(content).tensors.values())

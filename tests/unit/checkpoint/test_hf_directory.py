@@ -73,13 +73,13 @@ def test_tensors_outlive_the_checkpoint(tmp_path):
     assert dequantize(norm, torch.float32).tolist() == [1.0] * 64
 
 
-def test_the_index_decides_which_files_are_read(tmp_path):
+def test_b104_the_index_decides_which_files_are_read(tmp_path):
     path = saved(tmp_path, sharded=True)
     (path / "model-extra.safetensors").write_bytes(b"not read")
     assert "lm_head.weight" in HFDirectory.open(path).tensor_shapes
 
 
-def test_pickled_weights_beside_safetensors_are_not_read(tmp_path):
+def test_b104_pickled_weights_beside_safetensors_are_not_read(tmp_path):
     path = saved(tmp_path)
     (path / "pytorch_model.bin").write_bytes(b"not read")
     assert "lm_head.weight" in HFDirectory.open(path).tensor_shapes
@@ -98,7 +98,7 @@ def test_a_directory_without_weights_says_what_was_looked_for(tmp_path):
         HFDirectory.open(tmp_path)
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_b104_a_missing_shard_is_named(tmp_path):
     path = saved(tmp_path, sharded=True)
     dropped = shards(path)[1]
     dropped.unlink()
@@ -107,7 +107,7 @@ def test_a_missing_shard_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
-def test_a_truncated_shard_is_named(tmp_path, kept):
+def test_b104_a_truncated_shard_is_named(tmp_path, kept):
     path = saved(tmp_path, sharded=True)
     cut = shards(path)[1]
     content = cut.read_bytes()
@@ -116,7 +116,7 @@ def test_a_truncated_shard_is_named(tmp_path, kept):
         HFDirectory.open(path)
 
 
-def test_a_tensor_missing_from_its_shard_is_named(tmp_path):
+def test_b104_a_tensor_missing_from_its_shard_is_named(tmp_path):
     path = saved(tmp_path, sharded=True)
     edit_index(path, **{"model.extra.weight": shards(path)[0].name})
     with pytest.raises(CheckpointError, match=rf"{shards(path)[0].name}.*'model\.extra\.weight'"):

@@ -60,7 +60,7 @@ def processor_seconds(*arguments):
 
 
 @pytest.mark.parametrize("arguments", HELP, ids=" ".join)
-def test_help_answers_within_its_budget(arguments):
+def test_b122_help_answers_within_its_budget(arguments):
     """The best of several runs counts. Where importing the libraries alone takes longer than
     `REFERENCE_SECONDS`, the machine is slow or busy, and the budget grows in proportion."""
     code = "from tokenmill.entrypoints.cli.main import main; main()"

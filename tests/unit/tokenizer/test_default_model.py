@@ -34,7 +34,7 @@ def varied_texts(count):
     ] + TEXTS
 
 
-def test_ids_equal_transformers_on_500_texts():
+def test_b105_ids_equal_transformers_on_500_texts():
     """transformers cuts this file's text by GPT-2's pattern alone; SmolLM's own tokenizer cuts
     single digits off first, so that rule is put in front."""
     data = GGUFCheckpoint.open(default_model_path()).tokenizer_data

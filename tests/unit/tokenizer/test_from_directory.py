@@ -180,7 +180,7 @@ def test_lone_surrogates_are_refused():
         byte_level_tokenizer().encode("a\ud800")
 
 
-def test_many_threads_share_one_tokenizer():
+def test_b093_many_threads_share_one_tokenizer():
     tokenizer = byte_level_tokenizer()
     texts = [f"{text} {i}" for i in range(150) for text in TEXTS]
     expected = [tokenizer.encode(text) for text in texts]
