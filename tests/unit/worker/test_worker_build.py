@@ -56,6 +56,7 @@ def tiny_config() -> EngineConfig:
         path=args.model,
         config=checkpoint.config,
         tensor_shapes=checkpoint.tensor_shapes,
+        tensor_formats=checkpoint.tensor_formats,
         machine=read_machine(),
     )
 
