@@ -11,3 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Before torch is imported: its threads sleep while they wait. Spinning, they would take the
 # processors from each other wherever something else runs beside the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Before triton is imported: without a GPU its kernels run in the interpreter. Where there is one,
+# run the tests with TRITON_INTERPRET=0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
