@@ -9,6 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+if os.environ["TRITON_INTERPRET"] == "1":
+    from helpers.triton_interpreter import round_like_a_gpu
+
+    round_like_a_gpu()
+
 
 @pytest.fixture(scope="session")
 def device() -> str:
