@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
 from tokenmill.errors import CheckpointError, did_you_mean
 
-_CONFIG = "config.json"
+CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -47,11 +47,9 @@ class HFDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: Mapping[str, Any] = _read_json(path / _CONFIG)
-        generation_config = path / _GENERATION_CONFIG
-        self.generation_config: Mapping[str, Any] = (
-            _read_json(generation_config) if generation_config.is_file() else {}
-        )
+        self.config: Mapping[str, Any]
+        self.generation_config: Mapping[str, Any]
+        self.config, self.generation_config = read_configs(path)
         self.tokenizer_data = TokenizerData(directory=path)
         self._entries = _find_tensors(path)
         self.tensor_shapes: Mapping[str, tuple[int, ...]] = {
@@ -99,6 +97,17 @@ class HFDirectory:
 
     def close(self) -> None:
         self._open_files.clear()
+
+
+def read_configs(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json, which is empty if there is none.
+
+    Raises `CheckpointError` for a file that cannot be read or holds no JSON object.
+    """
+    generation_config = directory / _GENERATION_CONFIG
+    return _read_json(directory / CONFIG), (
+        _read_json(generation_config) if generation_config.is_file() else {}
+    )
 
 
 def _find_tensors(directory: Path) -> dict[str, _Entry]:

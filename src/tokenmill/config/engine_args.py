@@ -25,6 +25,9 @@ class EngineArgs:
     """Branch, tag or commit of a hub id."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """Values that replace those of the model's config.json, as JSON on the command line."""
+    load_format: str = "auto"
+    """auto (the model's weights) or dummy: random ones, drawn from the engine's seed, so that a
+    directory with a config.json is enough."""
     dtype: str = "auto"
     """Type of activations and KV cache: auto, bfloat16, float16 or float32 (the reference)."""
     max_model_len: int | None = None

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenmill.checkpoint.checkpoint import TokenizerData
+from tokenmill.checkpoint.dummy import open_dummy
 from tokenmill.checkpoint.names import resolve_model
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.machine import read_machine
 from tokenmill.config.memory import render
-from tokenmill.config.resolve import resolve
+from tokenmill.config.resolve import apply_overrides, resolve
 from tokenmill.core.build import build_scheduler
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.generation_defaults import (
@@ -25,6 +28,7 @@ from tokenmill.engine.generation_defaults import (
 from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.output_processor import OutputProcessor
+from tokenmill.errors import ConfigError, did_you_mean
 from tokenmill.kernels.native import active_isa
 from tokenmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from tokenmill.checkpoint.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
+
+LOAD_FORMATS = ("auto", "dummy")
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (`download`, `load`), bytes done, and bytes in all."""
@@ -43,10 +49,11 @@ def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEn
     The tokenizer is built in a second thread while torch is imported and weights are read.
     """
     progress = on_progress or _silent
+    open_model = _opener(args)
     path = resolve_model(
         args.model, args.revision, on_progress=lambda done, total: progress("download", done, total)
     )
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_model(path)
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
         loading_tokenizer = pool.submit(_load_tokenizer, args, checkpoint)
         config = resolve(
@@ -86,6 +93,26 @@ def _build_core(config: EngineConfig, checkpoint: Checkpoint, progress: Progress
     executor = LocalExecutor(worker, background=depth > 1)
     scheduler = build_scheduler(config, worker.kv_cache_config)
     return EngineCore(scheduler, executor, max_steps_in_flight=depth)
+
+
+def _opener(args: EngineArgs) -> Callable[[Path], Checkpoint]:
+    """How the model's files are opened. Raises `ConfigError` for an unknown `load_format`."""
+    if args.load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format={args.load_format!r} is not one of: {', '.join(LOAD_FORMATS)}."
+            f"{did_you_mean(args.load_format, LOAD_FORMATS)}"
+        )
+    return open_checkpoint if args.load_format == "auto" else partial(_open_dummy, args)
+
+
+def _open_dummy(args: EngineArgs, path: Path) -> Checkpoint:
+    from tokenmill.models.loader import tensor_shapes
+
+    return open_dummy(
+        path,
+        tensor_shapes=lambda config: tensor_shapes(apply_overrides(config, args.hf_overrides)),
+        seed=args.seed,
+    )
 
 
 def _load_tokenizer(args: EngineArgs, checkpoint: Checkpoint) -> Tokenizer | None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import ModelConfig
+from tokenmill.config.parameters import read_parameters
 from tokenmill.errors import CheckpointError
 from tokenmill.layers.weights import HasWeights, WeightSlot
 from tokenmill.models.base import CausalLM
@@ -51,17 +53,47 @@ def load_model(
         max_model_len=model_config.max_model_len,
     )
     assert isinstance(model, nn.Module)
-    slots = [
-        slot
-        for prefix, module in model.named_modules()
-        if isinstance(module, HasWeights)
-        for slot in module.weight_slots(prefix)
-    ]
+    slots = _weight_slots(model)
     skipped = {HEAD} if hf_config["tie_word_embeddings"] else set()
     _check_names_and_shapes(slots, checkpoint, skipped)
     _fill(slots, checkpoint, on_progress)
     model.eval()
     return model
+
+
+def tensor_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model of this config reads; takes no memory for them.
+
+    Raises `ConfigError` for a config that cannot be served.
+    """
+    with _EmptyTensorsOnMeta():
+        model = get_model_class(read_parameters(hf_config).architecture)(
+            hf_config, dtype=torch.float32, max_model_len=1
+        )
+    assert isinstance(model, nn.Module)
+    return {slot.name: slot.shape for slot in _weight_slots(model)}
+
+
+class _EmptyTensorsOnMeta(TorchFunctionMode):
+    """Gives tensors that are to be filled by the loader no memory.
+
+    Only those: under `torch.device("meta")` what a model computes from its config would have no
+    values, either.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            kwargs = {**(kwargs or {}), "device": "meta"}
+        return func(*args, **(kwargs or {}))
+
+
+def _weight_slots(model: nn.Module) -> list[WeightSlot]:
+    return [
+        slot
+        for prefix, module in model.named_modules()
+        if isinstance(module, HasWeights)
+        for slot in module.weight_slots(prefix)
+    ]
 
 
 @torch.inference_mode()
