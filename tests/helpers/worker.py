@@ -256,6 +256,6 @@ class Host:
             num_tokens = {req_id: self.num_pending(req_id) for req_id in self.requests}
         plan = self.plan(num_tokens, **kwargs)
         self.worker.execute_model(plan)
-        output = self.worker.sample_tokens(None)
+        output = self.worker.sample_tokens(None).result()
         self.settle(output)
         return output

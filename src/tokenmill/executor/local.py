@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.contracts.seams import StepFuture
 from tokenmill.errors import EngineDeadError
 from tokenmill.worker.worker import Worker
 
@@ -28,11 +29,22 @@ class InlineTaskExecutor(TaskExecutor):
         return future
 
 
+class SubmittedStep:
+    """A step whose calls are under way."""
+
+    def __init__(self, sampling: Future[StepFuture]) -> None:
+        self._sampling = sampling
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the calls, then for the device."""
+        return self._sampling.result().result()
+
+
 class LocalExecutor:
     """One worker, one device.
 
     With `background`, steps run in one thread, in the order of the calls, while the caller plans
-    the next. Otherwise a call returns when its work is done.
+    the next. Otherwise a call returns when its work is done, or handed to a GPU.
     """
 
     def __init__(self, worker: Worker, *, background: bool) -> None:
@@ -48,15 +60,15 @@ class LocalExecutor:
         """Start the forward pass of a plan; what it raises is raised by the step's `result()`."""
         self._forward = self._tasks.submit(self._running_worker().execute_model, plan)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
         """Sample after the forward pass that was started last."""
         worker, forward = self._running_worker(), self._forward
 
-        def sample() -> ModelRunnerOutput:
+        def sample() -> StepFuture:
             forward.result()
             return worker.sample_tokens(grammar_output)
 
-        return self._tasks.submit(sample)
+        return SubmittedStep(self._tasks.submit(sample))
 
     def shutdown(self) -> None:
         """Finish the steps under way and free the model and its cache; may be called twice."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +38,38 @@ class SamplerOutput:
     logprobs: dict[int, TokenLogprobs]
     """By logits row, of the rows that asked."""
 
+    def to_host(self) -> SamplerOutput:
+        """Itself: it is there."""
+        return self
+
+
+class Samples(Protocol):
+    """A step's sampled tokens, perhaps still on their way from a device."""
+
+    def to_host(self) -> SamplerOutput:
+        """Wait for them."""
+        ...
+
+
+class TokenSampler(Protocol):
+    """Chooses tokens from logits. Has no state: all randomness comes from seed and position."""
+
+    def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> Samples:
+        """Sample one token from each row of float32 logits [n, vocab_size], which are edited."""
+        ...
+
+    def score(
+        self, logits: torch.Tensor, token_ids: IntArray, num_best: IntArray
+    ) -> tuple[list[TokenLogprobs], list[bool]]:
+        """Raw log-probabilities of given tokens, one a row, and whether each row is finite.
+
+        Beside `token_ids[i]`, the `num_best[i]` best tokens of row i are listed.
+        """
+        ...
+
 
 class Sampler:
-    """Chooses tokens from logits. Has no state: all randomness comes from seed and position."""
+    """The host's sampler."""
 
     def __init__(
         self,
@@ -65,3 +95,10 @@ class Sampler:
                 for row, values in zip(asked.tolist(), logprobs, strict=True)
             },
         )
+
+    def score(
+        self, logits: torch.Tensor, token_ids: IntArray, num_best: IntArray
+    ) -> tuple[list[TokenLogprobs], list[bool]]:
+        """Raw log-probabilities of given tokens, one a row, and whether each row is finite."""
+        asked = zip(raw_logprobs(logits), token_ids.tolist(), num_best.tolist(), strict=True)
+        return [token_logprobs(*row) for row in asked], logits.amax(-1).isfinite().tolist()

@@ -8,6 +8,9 @@ Requests A, B, C with 2, 1 and 4 tokens; logits of A's last, B's only and C's la
     seq_lens              7   10              4
     logits_indices        1    2        5  6          places in the flat batch
     logits_start      0        1    2          4      where each request's run of logits begins
+
+The host plans with numbers (`InputBatch`); what the model reads lies on its device
+(`BatchTensors`), where a recorded step may want it padded (`BatchShape`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.worker.rows import RowTable
@@ -24,30 +28,27 @@ from tokenmill.worker.rows import RowTable
 IntArray = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How large a step is."""
+
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+
+
 @dataclass(frozen=True)
 class InputBatch:
-    """A step's batch of `num_reqs` requests and `num_tokens` tokens, in host memory.
-
-    The arrays are views of `InputBuffers`, valid until the next step is prepared.
-    """
+    """A step's batch of `num_reqs` requests, in numbers of the host."""
 
     req_ids: list[str]
     rows: IntArray
     """[num_reqs]"""
     num_scheduled_tokens: IntArray
     """[num_reqs]"""
-    query_start_loc: npt.NDArray[np.int32]
-    """[num_reqs + 1]"""
-    seq_lens: npt.NDArray[np.int32]
-    """[num_reqs]"""
-    input_ids: npt.NDArray[np.int32]
-    """[num_tokens]"""
-    positions: IntArray
-    """[num_tokens]"""
-    block_tables: tuple[npt.NDArray[np.int32], ...]
-    """One for each KV cache group, [num_reqs, blocks of the longest request]."""
-    slot_mappings: tuple[IntArray, ...]
-    """One for each KV cache group, [num_tokens]."""
+    num_computed_tokens: IntArray
+    """[num_reqs], before this step"""
     logits_indices: IntArray
     """[num_logits], in order of requests"""
     logits_start: IntArray
@@ -60,130 +61,103 @@ class InputBatch:
     def num_reqs(self) -> int:
         return len(self.rows)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids)
+    @cached_property
+    def query_start_loc(self) -> npt.NDArray[np.int32]:
+        """[num_reqs + 1]"""
+        starts = np.zeros(self.num_reqs + 1, np.int32)
+        np.cumsum(self.num_scheduled_tokens, out=starts[1:])
+        return starts
+
+    @cached_property
+    def seq_lens(self) -> npt.NDArray[np.int32]:
+        """[num_reqs], this step's tokens included"""
+        return (self.num_computed_tokens + self.num_scheduled_tokens).astype(np.int32)
+
+    @cached_property
+    def shape(self) -> BatchShape:
+        return BatchShape(
+            num_tokens=int(self.query_start_loc[-1]),
+            num_reqs=self.num_reqs,
+            max_query_len=int(self.num_scheduled_tokens.max()),
+            max_seq_len=int(self.seq_lens.max()),
+        )
+
+    @cached_property
+    def logits_positions(self) -> IntArray:
+        """[num_logits], where in their sequences the tokens stand after which logits are due"""
+        num_logits = np.diff(self.logits_start)
+        return runs(self.seq_lens - num_logits, num_logits)
+
+    @cached_property
+    def _sampled(self) -> IntArray:
+        """Entries of `logits_indices` that are sampled from."""
+        return runs(self.logits_start[1:] - self.num_sampled, self.num_sampled)
 
     @cached_property
     def sampled_indices(self) -> IntArray:
         """Places in the flat batch after which a token is sampled, in order of requests."""
-        return self.logits_indices[runs(self.logits_start[1:] - self.num_sampled, self.num_sampled)]
+        return self.logits_indices[self._sampled]
+
+    @cached_property
+    def sampled_positions(self) -> IntArray:
+        """Where in their sequences the sampled tokens will stand, in the same order."""
+        return self.logits_positions[self._sampled] + 1
 
     @cached_property
     def sampled_start(self) -> IntArray:
         """[num_reqs], where each request's run of `sampled_indices` begins"""
         return np.cumsum(self.num_sampled) - self.num_sampled
 
-    @property
-    def max_query_len(self) -> int:
-        return int(self.num_scheduled_tokens.max())
-
-    @property
-    def max_seq_len(self) -> int:
-        return int(self.seq_lens.max())
+    @cached_property
+    def has_drafts(self) -> bool:
+        """Whether a request samples more than one token: only its ids tell how many it gains."""
+        return bool((self.num_sampled > 1).any())
 
 
-class InputBuffers:
-    """The memory of every step's batch, allocated once at its largest shape."""
+@dataclass(frozen=True, slots=True)
+class BatchTensors:
+    """What the model and attention read of a step, on their device, perhaps padded.
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_num_blocks: int,
-        block_size: int,
-        num_kv_groups: int,
-    ) -> None:
-        self._block_size = block_size
-        self._query_start_loc = np.zeros(max_num_seqs + 1, np.int32)
-        self._seq_lens = np.zeros(max_num_seqs, np.int32)
-        self._input_ids = np.zeros(max_num_batched_tokens, np.int32)
-        self._positions = np.zeros(max_num_batched_tokens, np.int64)
-        self._block_tables = [
-            np.zeros((max_num_seqs, max_num_blocks), np.int32) for _ in range(num_kv_groups)
-        ]
-        self._slot_mappings = [
-            np.zeros(max_num_batched_tokens, np.int64) for _ in range(num_kv_groups)
-        ]
+    The tensors are buffers of every step, valid until the next one is prepared.
+    """
 
-    def full_batch(self) -> InputBatch:
-        """A batch of one request that fills the token buffers, at positions of the null block."""
-        self._positions[:] = 0
-        self._query_start_loc[1] = 1
-        self._seq_lens[0] = 1
-        none = np.zeros(0, np.int64)
-        return InputBatch(
-            req_ids=[],
-            rows=np.zeros(1, np.int64),
-            num_scheduled_tokens=np.ones(1, np.int64),
-            query_start_loc=self._query_start_loc[:2],
-            seq_lens=self._seq_lens[:1],
-            input_ids=self._input_ids,
-            positions=self._positions,
-            block_tables=tuple(buffer[:1, :1] for buffer in self._block_tables),
-            slot_mappings=tuple(self._slot_mappings),
-            logits_indices=none,
-            logits_start=np.zeros(2, np.int64),
-            num_sampled=np.zeros(1, np.int64),
-        )
+    shape: BatchShape
+    input_ids: torch.Tensor
+    """int32 [num_tokens]"""
+    positions: torch.Tensor
+    """int64 [num_tokens]"""
+    query_start_loc: torch.Tensor
+    """int32 [num_reqs + 1]"""
+    seq_lens: torch.Tensor
+    """int32 [num_reqs]"""
+    block_tables: tuple[torch.Tensor, ...]
+    """One for each KV cache group, int32 [num_reqs, blocks of the longest request or more]."""
+    slot_mappings: tuple[torch.Tensor, ...]
+    """One for each KV cache group, int64 [num_tokens]; -1 where padding writes nowhere."""
 
-    def gather(self, plan: SchedulerOutput, table: RowTable) -> InputBatch:
-        """The batch of a plan with at least one request."""
-        rows = np.array(plan.rows, np.int64)
-        counts = np.array(plan.num_scheduled_tokens, np.int64)
-        num_drafts = table.num_drafts[rows]
-        first = table.num_computed_tokens[rows]
-        ends = first + counts
-        assert (ends <= table.num_tokens[rows] + num_drafts).all(), "a plan runs past known tokens"
 
-        num_reqs, num_tokens = len(rows), int(counts.sum())
-        query_start_loc = self._query_start_loc[: num_reqs + 1]
-        query_start_loc[1:] = np.cumsum(counts)
-        seq_lens = self._seq_lens[:num_reqs]
-        seq_lens[:] = ends
-        positions = self._positions[:num_tokens]
-        positions[:] = runs(first, counts)
-        token_rows = np.repeat(rows, counts)
-        input_ids = self._input_ids[:num_tokens]
-        input_ids[:] = table.token_ids[token_rows, positions]
+def gather_batch(plan: SchedulerOutput, table: RowTable) -> InputBatch:
+    """The batch of a plan with at least one request."""
+    rows = np.array(plan.rows, np.int64)
+    counts = np.array(plan.num_scheduled_tokens, np.int64)
+    num_drafts = table.num_drafts[rows]
+    num_computed = table.num_computed_tokens[rows]
+    ends = num_computed + counts
+    assert (ends <= table.num_tokens[rows] + num_drafts).all(), "a plan runs past known tokens"
 
-        num_logits = np.array(plan.num_logits, np.int64)
-        num_sampled = np.where(np.array(plan.is_sampled, np.bool_), 1 + num_drafts, 0)
-        assert (num_sampled <= num_logits).all(), "a plan samples where it has no logits"
-        return InputBatch(
-            req_ids=plan.req_ids,
-            rows=rows,
-            num_scheduled_tokens=counts,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            input_ids=input_ids,
-            positions=positions,
-            block_tables=self._gather_block_tables(table, rows, int(ends.max())),
-            slot_mappings=self._map_slots(table, token_rows, positions),
-            logits_indices=runs(query_start_loc[1:] - num_logits, num_logits),
-            logits_start=np.concatenate(([0], np.cumsum(num_logits))),
-            num_sampled=num_sampled,
-        )
-
-    def _gather_block_tables(
-        self, table: RowTable, rows: IntArray, max_seq_len: int
-    ) -> tuple[npt.NDArray[np.int32], ...]:
-        num_blocks = -(-max_seq_len // self._block_size)
-        gathered = [buffer[: len(rows), :num_blocks] for buffer in self._block_tables]
-        for buffer, group in zip(gathered, table.block_tables, strict=True):
-            buffer[:] = group.block_ids[rows, :num_blocks]
-        return tuple(gathered)
-
-    def _map_slots(
-        self, table: RowTable, token_rows: IntArray, positions: IntArray
-    ) -> tuple[IntArray, ...]:
-        block_index, offset = np.divmod(positions, self._block_size)
-        mapped = [buffer[: len(positions)] for buffer in self._slot_mappings]
-        for buffer, group in zip(mapped, table.block_tables, strict=True):
-            buffer[:] = group.block_ids[token_rows, block_index]
-            buffer *= self._block_size
-            buffer += offset
-        return tuple(mapped)
+    num_logits = np.array(plan.num_logits, np.int64)
+    num_sampled = np.where(np.array(plan.is_sampled, np.bool_), 1 + num_drafts, 0)
+    assert (num_sampled <= num_logits).all(), "a plan samples where it has no logits"
+    query_ends = np.cumsum(counts)
+    return InputBatch(
+        req_ids=plan.req_ids,
+        rows=rows,
+        num_scheduled_tokens=counts,
+        num_computed_tokens=num_computed,
+        logits_indices=runs(query_ends - num_logits, num_logits),
+        logits_start=np.concatenate(([0], np.cumsum(num_logits))),
+        num_sampled=num_sampled,
+    )
 
 
 def runs(first: npt.NDArray[np.integer], counts: IntArray) -> IntArray:

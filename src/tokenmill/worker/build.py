@@ -18,7 +18,8 @@ from tokenmill.kernels import native
 from tokenmill.layers.kernels import uses_native_kernels
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
-from tokenmill.worker.graphs.cpu import record, record_checked
+from tokenmill.worker.graphs.cpu import record
+from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.model_runner import AttentionGroup, ModelRunner, RunnerLimits
 from tokenmill.worker.worker import Worker
 
@@ -50,7 +51,7 @@ def build_worker(
         ),
     )
     if config.graphs != "off" and uses_native_kernels(config.model.dtype):
-        runner.capture(record_checked if config.graphs == "check" else record)
+        runner.capture(checked(record) if config.graphs == "check" else record)
     return Worker(runner, cache)
 
 

@@ -9,14 +9,16 @@ execute_model
 sample_tokens
   _sample                  grammar mask, sampler
   _count_new_tokens        drafts that hold
-  _make_output
-  commit                   the last act: until then the step can be run again
+  write_tokens             into the rows, where the next step reads them
+  _finish                  the result; on a GPU when the host asks for it, while the next step runs
+  _commit                  the last act: until then the step can be run again
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -30,18 +32,33 @@ from tokenmill.attention.backend import (
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import TokenLogprobs
 from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.contracts.seams import StepFuture
 from tokenmill.models.base import CausalLM
 from tokenmill.sampling.grammar_mask import GrammarMask
-from tokenmill.sampling.logprobs import raw_logprobs, token_logprobs
 from tokenmill.sampling.row_params import RowSamplingParams
-from tokenmill.sampling.sampler import Sampler, SamplerOutput
-from tokenmill.worker.batch import InputBatch, InputBuffers, IntArray, runs
+from tokenmill.sampling.sampler import Sampler, SamplerOutput, Samples, TokenSampler
+from tokenmill.worker.batch import (
+    BatchShape,
+    BatchTensors,
+    InputBatch,
+    IntArray,
+    gather_batch,
+    runs,
+)
 from tokenmill.worker.drafts import Drafter, NullDrafter, count_new_tokens
 from tokenmill.worker.graphs.forward import DirectForward, ForwardPass, GraphStats, Recorder
+from tokenmill.worker.inputs.host import HostInputs
+from tokenmill.worker.inputs.protocol import StepInputs
+from tokenmill.worker.results import finish_now
 from tokenmill.worker.rows import RowTable
 
 LOGITS_SLAB = 64
 """Rows of logits computed at once: log-probabilities of a long prompt need no more memory."""
+
+AttentionMetadataByLayer = Mapping[str, AttentionMetadata]
+
+Finish = Callable[[], ModelRunnerOutput]
+"""Makes a step's result; waits for the device."""
 
 BAD_LOGITS = (
     "The model gave this request no usable logits: they hold NaN or infinite values, or every token"
@@ -58,6 +75,12 @@ class RunnerLimits:
     max_model_len: int
     block_size: int
     vocab_size: int
+    logits_slab: int = LOGITS_SLAB
+
+    @property
+    def largest_step(self) -> BatchShape:
+        """One request with as many tokens as a step may have."""
+        return BatchShape(self.max_num_batched_tokens, 1, self.max_num_batched_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +101,48 @@ class ExecuteModelState:
     batch: InputBatch
     logits: torch.Tensor
     """float32 [len(batch.sampled_indices), vocab_size]"""
+    wants_logprobs: npt.NDArray[np.bool_]
+    """[num_reqs]"""
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     """By place in the batch."""
     bad_reqs: set[int]
     """Places in the batch of requests whose prompt logits are not finite."""
 
 
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Which sampled tokens the requests of a batch keep, and where these go."""
+
+    counts: IntArray
+    """[num_reqs]"""
+    num_computed: IntArray
+    """[num_reqs], tokens whose KV is in the cache then; one more token is known of who gained"""
+    entries: IntArray
+    """[num_new], which of the samples"""
+    rows: IntArray
+    """[num_new]"""
+    positions: IntArray
+    """[num_new]"""
+
+    @classmethod
+    def of(cls, batch: InputBatch, counts: IntArray) -> NewTokens:
+        """Of a batch whose requests gain so many tokens."""
+        entries = runs(batch.sampled_start, counts)
+        return cls(
+            counts=counts,
+            num_computed=batch.seq_lens - batch.num_sampled + counts,
+            entries=entries,
+            rows=np.repeat(batch.rows, counts),
+            positions=batch.sampled_positions[entries],
+        )
+
+
 class ModelRunner:
-    """Runs one model's steps. Knows rows and plans, not why they were made."""
+    """Runs one model's steps. Knows rows and plans, not why they were made.
+
+    By default everything is done on the host, in the calls themselves. For a GPU, `worker/build.py`
+    gives it other `inputs` and another `sampler`, and lets results be finished later.
+    """
 
     def __init__(
         self,
@@ -93,26 +150,28 @@ class ModelRunner:
         attention_groups: Sequence[AttentionGroup],
         limits: RunnerLimits,
         *,
-        sampler: Sampler | None = None,
+        inputs: StepInputs | None = None,
+        sampler: TokenSampler | None = None,
         drafter: Drafter | None = None,
+        hand_over: Callable[[Finish], StepFuture] = finish_now,
     ) -> None:
-        num_kv_groups = 1 + max(group.kv_group for group in attention_groups)
         self._model = model
         self._attention_groups = attention_groups
-        self._vocab_size = limits.vocab_size
-        self._rows = RowTable(
-            limits.max_num_seqs, limits.max_model_len, limits.block_size, num_kv_groups
-        )
-        self._params = RowSamplingParams(limits.max_num_seqs, limits.vocab_size)
-        self._buffers = InputBuffers(
-            limits.max_num_seqs,
+        self._limits = limits
+        self._inputs = inputs or HostInputs(
+            RowTable(
+                limits.max_num_seqs,
+                limits.max_model_len,
+                limits.block_size,
+                num_kv_groups(attention_groups),
+            ),
             limits.max_num_batched_tokens,
-            self._rows.max_num_blocks,
-            limits.block_size,
-            num_kv_groups,
         )
+        self._rows = self._inputs.rows
+        self._params = RowSamplingParams(limits.max_num_seqs, limits.vocab_size)
         self._sampler = sampler or Sampler()
         self._drafter = drafter or NullDrafter()
+        self._hand_over = hand_over
         self._forward_pass: ForwardPass = DirectForward(model)
         self._state: ExecuteModelState | None = None
         self.num_bad_logits = 0
@@ -121,9 +180,15 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, record: Recorder) -> None:
         """Have the forward pass recorded, on the buffers that steps are prepared in."""
-        batch = self._buffers.full_batch()
-        positions = torch.from_numpy(batch.positions)
-        self._forward_pass = record(self._model, positions, self._build_attention_metadata(batch))
+        self._forward_pass = record(self._model, self._limits.largest_step, self._blank_step)
+
+    @torch.inference_mode()
+    def run_blank(self, shape: BatchShape) -> None:
+        """Compute a step of that size that touches no request, to see what memory it takes."""
+        tensors, attn_metadata = self._blank_step(shape)
+        hidden_states = DirectForward(self._model).run(tensors, attn_metadata)
+        num_rows = min(self._limits.logits_slab, self._limits.max_num_seqs, len(hidden_states))
+        self._model.compute_logits(hidden_states[:num_rows])
 
     @property
     def graph_stats(self) -> GraphStats:
@@ -132,78 +197,76 @@ class ModelRunner:
 
     def update_states(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows; once for each plan, in order."""
-        for row in plan.finished_rows:
-            self._rows.clear(row)
+        self._inputs.update(plan)
         for request in plan.scheduled_new_reqs:
-            self._rows.add(request)
             self._params.set_row(request.row, request)
-        cached = plan.scheduled_cached_reqs
-        for row, block_ids in zip(cached.rows, cached.new_block_ids, strict=True):
-            self._rows.append_blocks(row, block_ids)
-        row_of = dict(zip(plan.req_ids, plan.rows, strict=True)) if plan.draft_token_ids else {}
-        for req_id, draft_ids in plan.draft_token_ids.items():
-            self._rows.set_drafts(row_of[req_id], draft_ids)
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Run the forward pass of a plan whose differences are applied; it may be run again."""
-        batch = self._prepare_inputs(plan)
-        attn_metadata = self._build_attention_metadata(batch)
-        hidden_states = self._forward(batch, attn_metadata)
+        batch, tensors = self._prepare_inputs(plan)
+        attn_metadata = self._build_attention_metadata(tensors)
+        hidden_states = self._forward(tensors, attn_metadata)
         prompt_logprobs, bad_reqs = self._compute_prompt_logprobs(batch, hidden_states)
         self._state = ExecuteModelState(
             step_id=plan.step_id,
             batch=batch,
             logits=self._compute_logits(hidden_states, batch.sampled_indices),
+            wants_logprobs=self._params.wants_logprobs(batch.rows),
             prompt_logprobs=prompt_logprobs,
             bad_reqs=bad_reqs,
         )
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample after the last forward pass, commit, and return the step's result."""
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
+        """Sample after the last forward pass, commit, and hand over the step's result."""
         state, self._state = self._state, None
         assert state is not None, "sample_tokens needs a forward pass before it"
-        sampled = self._sample(state, grammar_output)
-        num_new_tokens, is_good = self._count_new_tokens(state, sampled)
-        output = self._make_output(state, sampled, num_new_tokens, is_good)
-        self._commit(state.batch, sampled, num_new_tokens, is_good, output)
-        return output
+        samples = self._sample(state, grammar_output)
+        num_new_tokens = self._count_new_tokens(state.batch, samples)
+        new = NewTokens.of(state.batch, num_new_tokens)
+        self._inputs.write_tokens(samples, new.entries, new.rows, new.positions)
+        result = self._hand_over(partial(self._finish, state, samples, new))
+        self._commit(state.batch, new)
+        return result
 
-    def _prepare_inputs(self, plan: SchedulerOutput) -> InputBatch:
-        return self._buffers.gather(plan, self._rows)
+    def _prepare_inputs(self, plan: SchedulerOutput) -> tuple[InputBatch, BatchTensors]:
+        batch = gather_batch(plan, self._rows)
+        return batch, self._inputs.fill(batch, self._forward_pass.padded(batch.shape))
 
-    def _build_attention_metadata(self, batch: InputBatch) -> dict[str, AttentionMetadata]:
+    def _blank_step(self, shape: BatchShape) -> tuple[BatchTensors, AttentionMetadataByLayer]:
+        tensors = self._inputs.blank(shape)
+        return tensors, self._build_attention_metadata(tensors)
+
+    def _build_attention_metadata(self, tensors: BatchTensors) -> AttentionMetadataByLayer:
         """Metadata by layer name; layers of one group share one object."""
         by_layer: dict[str, AttentionMetadata] = {}
         for group in self._attention_groups:
             common = CommonAttentionMetadata(
-                num_reqs=batch.num_reqs,
-                num_tokens=batch.num_tokens,
-                max_query_len=batch.max_query_len,
-                max_seq_len=batch.max_seq_len,
-                query_start_loc=torch.from_numpy(batch.query_start_loc),
-                seq_lens=torch.from_numpy(batch.seq_lens),
-                block_table=torch.from_numpy(batch.block_tables[group.kv_group]),
-                slot_mapping=torch.from_numpy(batch.slot_mappings[group.kv_group]),
+                num_reqs=tensors.shape.num_reqs,
+                num_tokens=tensors.shape.num_tokens,
+                max_query_len=tensors.shape.max_query_len,
+                max_seq_len=tensors.shape.max_seq_len,
+                query_start_loc=tensors.query_start_loc,
+                seq_lens=tensors.seq_lens,
+                block_table=tensors.block_tables[group.kv_group],
+                slot_mapping=tensors.slot_mappings[group.kv_group],
             )
             by_layer.update(dict.fromkeys(group.layer_names, group.builder.build(common)))
         return by_layer
 
     def _forward(
-        self, batch: InputBatch, attn_metadata: Mapping[str, AttentionMetadata]
+        self, tensors: BatchTensors, attn_metadata: AttentionMetadataByLayer
     ) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size]."""
-        return self._forward_pass.run(
-            torch.from_numpy(batch.input_ids), torch.from_numpy(batch.positions), attn_metadata
-        )
+        """Hidden states [num_tokens, hidden_size]; there may be more rows, of padding."""
+        return self._forward_pass.run(tensors, attn_metadata)
 
     def _logits_slabs(
         self, hidden_states: torch.Tensor, indices: IntArray
     ) -> Iterator[torch.Tensor]:
-        """Logits after the tokens at `indices`, in slabs of at most `LOGITS_SLAB` rows."""
-        for begin in range(0, len(indices), LOGITS_SLAB):
-            slab = torch.from_numpy(indices[begin : begin + LOGITS_SLAB])
+        """Logits after the tokens at `indices`, in slabs of at most `logits_slab` rows."""
+        for begin in range(0, len(indices), self._limits.logits_slab):
+            slab = self._inputs.stage(indices[begin : begin + self._limits.logits_slab])
             yield self._model.compute_logits(hidden_states[slab])
 
     def _compute_logits(self, hidden_states: torch.Tensor, indices: IntArray) -> torch.Tensor:
@@ -211,7 +274,9 @@ class ModelRunner:
         slabs = list(self._logits_slabs(hidden_states, indices))
         if len(slabs) == 1:
             return slabs[0]
-        return torch.cat(slabs) if slabs else torch.empty(0, self._vocab_size)
+        if not slabs:
+            return hidden_states.new_empty(0, self._limits.vocab_size, dtype=torch.float32)
+        return torch.cat(slabs)
 
     def _compute_prompt_logprobs(
         self, batch: InputBatch, hidden_states: torch.Tensor
@@ -224,34 +289,32 @@ class ModelRunner:
             return {}, set()
         num_predictors = np.diff(batch.logits_start) - batch.num_sampled
         owners = np.repeat(np.arange(batch.num_reqs), num_predictors)
-        indices = batch.logits_indices[runs(batch.logits_start[:-1], num_predictors)]
+        entries = runs(batch.logits_start[:-1], num_predictors)
+        positions = batch.logits_positions[entries] + 1
         # After a preemption the known output is computed like a prompt, but is none.
-        in_prompt = batch.positions[indices] + 1 < self._rows.num_prompt_tokens[batch.rows[owners]]
-        owners, indices = owners[in_prompt], indices[in_prompt]
+        in_prompt = positions < self._rows.num_prompt_tokens[batch.rows[owners]]
+        owners, entries, positions = owners[in_prompt], entries[in_prompt], positions[in_prompt]
         rows = batch.rows[owners]
-        predicted = self._rows.token_ids[rows, batch.positions[indices] + 1].tolist()
-        num_best = self._params.num_prompt_logprobs[rows].tolist()
+        predicted = self._rows.token_ids[rows, positions].astype(np.int64)
+        num_best = self._params.num_prompt_logprobs[rows]
 
         by_req: dict[int, list[TokenLogprobs]] = {}
         bad_reqs: set[int] = set()
-        place = 0
-        for logits in self._logits_slabs(hidden_states, indices):
-            is_finite = logits.amax(-1).isfinite().tolist()
-            for values, finite in zip(raw_logprobs(logits), is_finite, strict=True):
-                req = int(owners[place])
+        begin = 0
+        for logits in self._logits_slabs(hidden_states, batch.logits_indices[entries]):
+            part = slice(begin, begin + len(logits))
+            scores, is_finite = self._sampler.score(logits, predicted[part], num_best[part])
+            for req, entry, finite in zip(owners[part].tolist(), scores, is_finite, strict=True):
+                by_req.setdefault(req, []).append(entry)
                 if not finite:
                     bad_reqs.add(req)
-                entry = token_logprobs(values, predicted[place], num_best[place])
-                by_req.setdefault(req, []).append(entry)
-                place += 1
+            begin = part.stop
         return by_req, bad_reqs
 
-    def _sample(
-        self, state: ExecuteModelState, grammar_output: GrammarOutput | None
-    ) -> SamplerOutput:
+    def _sample(self, state: ExecuteModelState, grammar_output: GrammarOutput | None) -> Samples:
         batch = state.batch
         rows = np.repeat(batch.rows, batch.num_sampled)
-        positions = batch.positions[batch.sampled_indices] + 1
+        positions = batch.sampled_positions
         metadata = self._params.gather(
             rows=rows,
             positions=positions,
@@ -266,31 +329,47 @@ class ModelRunner:
             return GrammarMask()
         place_of = {req_id: place for place, req_id in enumerate(batch.req_ids)}
         places = np.array([place_of[req_id] for req_id in grammar_output.req_ids], np.int64)
-        num_words = -(-self._vocab_size // 32)
+        num_words = -(-self._limits.vocab_size // 32)
         return GrammarMask(
             logits_rows=runs(batch.sampled_start[places], batch.num_sampled[places]),
             bitmask=np.frombuffer(grammar_output.bitmask, "<i4").reshape(-1, num_words),
         )
 
-    def _count_new_tokens(
-        self, state: ExecuteModelState, sampled: SamplerOutput
-    ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """Tokens that each request gains, and whether it is sound; both [num_reqs]."""
-        batch = state.batch
-        # The draft for a sampled token is the input behind the token that predicts it.
-        next_indices = np.minimum(batch.sampled_indices + 1, batch.num_tokens - 1)
-        num_new = count_new_tokens(
-            sampled.token_ids,
-            batch.input_ids[next_indices],
+    def _count_new_tokens(self, batch: InputBatch, samples: Samples) -> IntArray:
+        """Tokens that each request gains, [num_reqs]; with drafts, that waits for the ids."""
+        if not batch.has_drafts:
+            return batch.num_sampled
+        rows = np.repeat(batch.rows, batch.num_sampled)
+        # Behind a request's last draft stands nothing; whatever is read there is not compared.
+        places = np.minimum(batch.sampled_positions, self._rows.token_ids.shape[1] - 1)
+        return count_new_tokens(
+            samples.to_host().token_ids,
+            self._rows.token_ids[rows, places],
             batch.sampled_start,
             batch.num_sampled,
         )
+
+    def _finish(
+        self, state: ExecuteModelState, samples: Samples, new: NewTokens
+    ) -> ModelRunnerOutput:
+        """The step's result, and what the drafter makes of it."""
+        batch, sampled = state.batch, samples.to_host()
         is_good = np.ones(batch.num_reqs, np.bool_)
         is_good[list(state.bad_reqs)] = False
         if not sampled.is_valid.all():
-            owners = np.repeat(np.arange(batch.num_reqs), num_new)
-            is_good[owners[~sampled.is_valid[runs(batch.sampled_start, num_new)]]] = False
-        return np.where(is_good, num_new, 0), is_good
+            owners = np.repeat(np.arange(batch.num_reqs), new.counts)
+            is_good[owners[~sampled.is_valid[new.entries]]] = False
+        output = self._make_output(state, sampled, np.where(is_good, new.counts, 0), is_good)
+        self.num_bad_logits += len(output.errors)
+        self._inputs.settle_tokens(batch, sampled.token_ids[new.entries], new.rows, new.positions)
+        gained = np.flatnonzero(is_good & (new.counts > 0))
+        output.draft_token_ids = self._drafter.propose(
+            [batch.req_ids[place] for place in gained.tolist()],
+            batch.rows[gained],
+            new.num_computed[gained] + 1,
+            self._rows.token_ids,
+        )
+        return output
 
     def _make_output(
         self,
@@ -303,7 +382,7 @@ class ModelRunner:
         token_ids = sampled.token_ids.tolist()
         starts = batch.sampled_start
         spans = list(zip(starts.tolist(), (starts + num_new_tokens).tolist(), strict=True))
-        asked = np.flatnonzero(self._params.wants_logprobs(batch.rows) & (num_new_tokens > 0))
+        asked = np.flatnonzero(state.wants_logprobs & (num_new_tokens > 0))
         return ModelRunnerOutput(
             step_id=state.step_id,
             req_ids=batch.req_ids,
@@ -320,29 +399,14 @@ class ModelRunner:
             errors={batch.req_ids[i]: BAD_LOGITS for i in np.flatnonzero(~is_good).tolist()},
         )
 
-    def _commit(
-        self,
-        batch: InputBatch,
-        sampled: SamplerOutput,
-        num_new_tokens: IntArray,
-        is_good: npt.NDArray[np.bool_],
-        output: ModelRunnerOutput,
-    ) -> None:
-        """Write the new tokens, let the drafter see them, and only then move the counts."""
-        num_computed = batch.seq_lens - batch.num_sampled + num_new_tokens
+    def _commit(self, batch: InputBatch, new: NewTokens) -> None:
+        """Move the rows' counts: the next step computes what follows."""
         num_tokens = np.where(
-            batch.num_sampled > 0, num_computed + 1, self._rows.num_tokens[batch.rows]
+            batch.num_sampled > 0, new.num_computed + 1, self._rows.num_tokens[batch.rows]
         )
-        self._rows.token_ids[
-            np.repeat(batch.rows, num_new_tokens),
-            runs(num_tokens - num_new_tokens, num_new_tokens),
-        ] = sampled.token_ids[runs(batch.sampled_start, num_new_tokens)]
-        gained = np.flatnonzero(num_new_tokens > 0)
-        output.draft_token_ids = self._drafter.propose(
-            [batch.req_ids[place] for place in gained.tolist()],
-            batch.rows[gained],
-            num_tokens[gained],
-            self._rows.token_ids,
-        )
-        self.num_bad_logits += len(output.errors)
-        self._rows.commit(batch.rows[is_good], num_computed[is_good], num_tokens[is_good])
+        self._rows.commit(batch.rows, new.num_computed, num_tokens)
+
+
+def num_kv_groups(attention_groups: Sequence[AttentionGroup]) -> int:
+    """Block tables that each request has."""
+    return 1 + max(group.kv_group for group in attention_groups)

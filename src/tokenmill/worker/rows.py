@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tokenmill.contracts.plan import BlockIds, NewRequestData
+from tokenmill.contracts.plan import BlockIds, NewRequestData, SchedulerOutput
 
 
 class BlockTable:
@@ -37,6 +37,7 @@ class RowTable:
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, num_kv_groups: int
     ) -> None:
+        self.block_size = block_size
         self.max_num_blocks = -(-max_model_len // block_size)
         """Of one request."""
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -48,6 +49,19 @@ class RowTable:
         self.block_tables = tuple(
             BlockTable(max_num_seqs, self.max_num_blocks) for _ in range(num_kv_groups)
         )
+
+    def update(self, plan: SchedulerOutput) -> None:
+        """Apply a plan's differences; once for each plan, in order."""
+        for row in plan.finished_rows:
+            self.clear(row)
+        for request in plan.scheduled_new_reqs:
+            self.add(request)
+        cached = plan.scheduled_cached_reqs
+        for row, block_ids in zip(cached.rows, cached.new_block_ids, strict=True):
+            self.append_blocks(row, block_ids)
+        row_of = dict(zip(plan.req_ids, plan.rows, strict=True)) if plan.draft_token_ids else {}
+        for req_id, draft_ids in plan.draft_token_ids.items():
+            self.set_drafts(row_of[req_id], draft_ids)
 
     def clear(self, row: int) -> None:
         """Forget a row's request; a free row may be cleared again."""

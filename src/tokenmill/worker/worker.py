@@ -10,7 +10,9 @@ from typing import ParamSpec, TypeVar
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.contracts.seams import StepFuture
 from tokenmill.worker.model_runner import ModelRunner
+from tokenmill.worker.results import FinishedStep
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,9 @@ class Worker:
     `ModelRunnerOutput.errors`; the others get what they would have got. Nothing is committed before
     the end of a step, and a KV slot written twice holds the same, so a second run is safe.
 
+    A GPU computes after the calls return: what breaks there breaks the device for all requests, and
+    whoever asks for the step's result learns it.
+
     `KeyboardInterrupt` passes through and leaves the step uncommitted.
     """
 
@@ -48,11 +53,11 @@ class Worker:
         self.runner.update_states(plan)
         self._forward = _attempt(self.runner.execute_model, plan) if plan.rows else None
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """Finish the step that `execute_model` began."""
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
+        """Finish the step that `execute_model` began, as far as the host goes."""
         plan = self._plan
         if not plan.rows:
-            return ModelRunnerOutput(plan.step_id, [], [])
+            return FinishedStep(ModelRunnerOutput(plan.step_id, [], []))
         failure = self._forward
         if failure is None:
             outcome = _attempt(self.runner.sample_tokens, grammar_output)
@@ -65,7 +70,7 @@ class Worker:
             failure.reason,
             len(plan.rows),
         )
-        return self._run_one_by_one(plan, grammar_output)
+        return FinishedStep(self._run_one_by_one(plan, grammar_output))
 
     def _run_one_by_one(
         self, plan: SchedulerOutput, grammar_output: GrammarOutput | None
@@ -90,7 +95,7 @@ class Worker:
         self, plan: SchedulerOutput, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput:
         self.runner.execute_model(plan)
-        return self.runner.sample_tokens(grammar_output)
+        return self.runner.sample_tokens(grammar_output).result()
 
 
 def _attempt(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T | _Failure:

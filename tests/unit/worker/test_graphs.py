@@ -8,14 +8,9 @@ import torch
 from helpers.tiny import write_wide_llama
 from tokenmill import LLM, SamplingParams
 from tokenmill.kernels import arena, native
-from tokenmill.worker.graphs.cpu import (
-    CheckedForward,
-    NotRecordableError,
-    RecordedForward,
-    _OnlyViews,
-    record,
-)
-from tokenmill.worker.graphs.forward import DirectForward, GraphStats
+from tokenmill.worker.batch import BatchShape, BatchTensors
+from tokenmill.worker.graphs.cpu import NotRecordableError, RecordedForward, _OnlyViews, record
+from tokenmill.worker.graphs.forward import CheckedForward, DirectForward, GraphStats
 
 PROMPTS = [[(i * 37 + 11 * j) % 390 + 3 for j in range(5 + 40 * i)] for i in range(4)]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
@@ -57,17 +52,25 @@ class Returns:
         self.stats = GraphStats()
         self._result = torch.tensor(values)
 
-    def run(self, input_ids, positions, attn_metadata):
+    def padded(self, shape):
+        return shape
+
+    def run(self, tensors, attn_metadata):
         return self._result
 
 
+def blank_step(shape):
+    ids = torch.zeros(shape.num_tokens, dtype=torch.int64)
+    return BatchTensors(shape, ids, ids, ids, ids, (), ()), {}
+
+
 def test_the_check_mode_tells_rows_that_differ():
-    ids = torch.zeros(2, dtype=torch.int32)
+    tensors, _ = blank_step(BatchShape(2, 1, 2, 2))
     same = CheckedForward(Returns([1.0], [2.0]), Returns([1.0], [2.0]))
-    assert torch.equal(same.run(ids, ids, {}), torch.tensor([[1.0], [2.0]]))
+    assert torch.equal(same.run(tensors, {}), torch.tensor([[1.0], [2.0]]))
     differing = CheckedForward(Returns([1.0], [2.0]), Returns([1.0], [2.5]))
     with pytest.raises(AssertionError, match=r"rows \[1\]"):
-        differing.run(ids, ids, {})
+        differing.run(tensors, {})
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_a_model_that_cannot_be_recorded_runs_directly():
         NotRecordableError, match="torch's add" if native.is_available() else "not here"
     ):
         RecordedForward(Adds(), positions, {})
-    assert isinstance(record(Adds(), positions, {}), DirectForward)
+    assert isinstance(record(Adds(), BatchShape(8, 1, 8, 1), blank_step), DirectForward)
 
 
 def test_an_arena_hands_out_what_nobody_holds():

@@ -9,8 +9,23 @@ from hypothesis import strategies as st
 
 from helpers.sampling import new_request
 from tokenmill.contracts.plan import SchedulerOutput
-from tokenmill.worker.batch import InputBuffers, runs
+from tokenmill.worker.batch import gather_batch, runs
+from tokenmill.worker.inputs.host import HostInputs
 from tokenmill.worker.rows import RowTable
+
+
+class Gathered:
+    """A batch and its tensors, as arrays."""
+
+    def __init__(self, plan, inputs):
+        self.batch = gather_batch(plan, inputs.rows)
+        self.tensors = inputs.fill(self.batch, self.batch.shape)
+
+    def __getattr__(self, name):
+        if not hasattr(self.tensors, name):
+            return getattr(self.batch, name)
+        found = getattr(self.tensors, name)
+        return tuple(t.numpy() for t in found) if isinstance(found, tuple) else found.numpy()
 
 
 def gather(counts, seq_lens, *, block_size=16, num_logits=None, is_sampled=None, rows=None):
@@ -34,13 +49,12 @@ def gather(counts, seq_lens, *, block_size=16, num_logits=None, is_sampled=None,
         num_logits=num_logits or [1] * len(counts),
         is_sampled=is_sampled or [True] * len(counts),
     )
-    buffers = InputBuffers(max(rows) + 1, sum(counts), table.max_num_blocks, block_size, 1)
-    return buffers.gather(plan, table)
+    return Gathered(plan, HostInputs(table, sum(counts)))
 
 
 def test_four_requests_make_one_batch_of_ten_tokens():
     batch = gather([5, 1, 3, 1], [5, 9, 3, 20])
-    assert batch.num_tokens == 10
+    assert batch.batch.shape.num_tokens == 10
     assert batch.query_start_loc.tolist() == [0, 5, 6, 9, 10]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 8, 0, 1, 2, 19]
     assert batch.input_ids.tolist() == [0, 1, 2, 3, 4, 10_008, 20_000, 20_001, 20_002, 30_019]
@@ -50,15 +64,15 @@ def test_four_requests_make_one_batch_of_ten_tokens():
 def test_two_decodes_and_a_long_prompt():
     batch = gather([1, 1, 2048], [700, 33, 2048])
     assert batch.query_start_loc.tolist() == [0, 1, 2, 2050]
-    assert batch.max_query_len == 2048
+    assert batch.batch.shape.max_query_len == 2048
 
 
 def test_a_chunk_a_decode_and_a_prefix_hit():
     batch = gather([100, 1, 50], [5000, 200, 1050])
     assert batch.query_start_loc.tolist() == [0, 100, 101, 151]
-    assert batch.max_query_len == 100
+    assert batch.batch.shape.max_query_len == 100
     assert batch.seq_lens.tolist() == [5000, 200, 1050]
-    assert batch.max_seq_len == 5000
+    assert batch.batch.shape.max_seq_len == 5000
     assert batch.positions[[0, 99, 100, 101, 150]].tolist() == [4900, 4999, 199, 1000, 1049]
 
 
@@ -108,6 +122,10 @@ def test_every_array_follows_its_definition(data):
     logits = [i for end, n in zip(ends, num_logits, strict=True) for i in range(end - n, end)]
     assert batch.logits_indices.tolist() == logits
     assert batch.logits_start.tolist() == [0, *np.cumsum(num_logits)]
+    assert batch.logits_positions.tolist() == [tokens[i][1] for i in logits]
+    assert batch.sampled_positions.tolist() == [
+        length for length, sampled in zip(seq_lens, is_sampled, strict=True) if sampled
+    ]
     assert batch.sampled_indices.tolist() == [
         end - 1 for end, sampled in zip(ends, is_sampled, strict=True) if sampled
     ]
@@ -115,14 +133,14 @@ def test_every_array_follows_its_definition(data):
 
 def test_buffers_are_reused_by_the_next_step():
     table = RowTable(2, 64, 4, num_kv_groups=2)
-    buffers = InputBuffers(2, 64, table.max_num_blocks, 4, num_kv_groups=2)
+    inputs = HostInputs(table, 64)
     memory = set()
     for row in range(2):
         request = new_request(row, token_ids=[1, 2, 3])
         request.block_ids = ([5 + row], [8 + row])
         table.add(request)
         plan = SchedulerOutput(row, ["a"], [row], [3], [1], [True])
-        batch = buffers.gather(plan, table)
+        batch = Gathered(plan, inputs)
         assert [slots[0] for slots in batch.slot_mappings] == [(5 + row) * 4, (8 + row) * 4]
         arrays = [batch.input_ids, batch.positions, batch.seq_lens, batch.query_start_loc]
         memory.add(tuple(a.ctypes.data for a in [*arrays, *batch.slot_mappings]))
@@ -131,10 +149,9 @@ def test_buffers_are_reused_by_the_next_step():
 
 def test_a_plan_past_the_known_tokens_is_a_broken_invariant():
     table = RowTable(1, 64, 4, num_kv_groups=1)
-    buffers = InputBuffers(1, 64, table.max_num_blocks, 4, 1)
     table.add(new_request(0, token_ids=[1, 2, 3]))
     with pytest.raises(AssertionError, match="past known tokens"):
-        buffers.gather(SchedulerOutput(0, ["a"], [0], [4], [1], [True]), table)
+        gather_batch(SchedulerOutput(0, ["a"], [0], [4], [1], [True]), table)
 
 
 def test_runs_of_nothing():

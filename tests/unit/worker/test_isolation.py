@@ -136,7 +136,7 @@ def test_a_failure_while_sampling_runs_the_step_again_with_each_requests_masks()
     host.worker.execute_model(plan)
     bits = np.zeros((2, -(-VOCAB_SIZE // 32)), "<u4")
     bits[0, 0], bits[1, 1] = 1 << 3, 1 << 8
-    output = host.worker.sample_tokens(GrammarOutput(["c", "a"], bits.tobytes()))
+    output = host.worker.sample_tokens(GrammarOutput(["c", "a"], bits.tobytes())).result()
     host.settle(output)
     free = generate_alone([8], 1, temperature=0.0)
     assert output.sampled_token_ids == [[40], free, [3]]
@@ -173,7 +173,7 @@ def test_an_interrupted_step_can_be_run_again():
     with pytest.raises(KeyboardInterrupt):
         host.worker.execute_model(plan)
     host.worker.runner.execute_model(plan)
-    host.settle(host.worker.runner.sample_tokens(None))
+    host.settle(host.worker.runner.sample_tokens(None).result())
     host.step()
     check_good(host, 2)
     assert host.requests["slow"].output == generate_alone([INTERRUPT_TOKEN, 1], 2, temperature=0.0)

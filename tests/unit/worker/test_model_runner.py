@@ -113,7 +113,7 @@ def test_a_row_freed_and_taken_in_one_plan():
 def test_an_empty_plan_only_frees_rows():
     worker, _ = make_worker()
     worker.execute_model(SchedulerOutput(7, finished_rows=[0, 3]))
-    output = worker.sample_tokens(None)
+    output = worker.sample_tokens(None).result()
     assert (output.step_id, output.req_ids, output.sampled_token_ids) == (7, [], [])
 
 
@@ -298,6 +298,6 @@ def test_masks_meet_the_logits_of_their_requests():
     plan = host.plan({"a": 1, "b": 1, "c": 1}, drafts={"a": [11, 12]})
     host.worker.execute_model(plan)
     masks = bitmask([33], [11], [12], [13])
-    output = host.worker.sample_tokens(GrammarOutput(["c", "a"], masks))
+    output = host.worker.sample_tokens(GrammarOutput(["c", "a"], masks)).result()
     want_b = generate_alone([ord("b") % 50], 2, temperature=0.0)[1:]
     assert output.sampled_token_ids == [[11, 12, 13], want_b, [33]]

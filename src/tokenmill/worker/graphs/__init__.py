@@ -1,7 +1,7 @@
 """Recorded steps: the forward pass as a list of kernel calls on fixed buffers, replayed at once.
 
-    forward.py   the interface, and the pass without a recording
+    forward.py   the interface, the pass without a recording, and both compared
     cpu.py       recording and replay by the native kernels
 
-A recording knows nothing of requests: the buffers of `InputBuffers` are filled first, as always.
+A recording knows nothing of requests: the buffers of a step are filled first, as always.
 """

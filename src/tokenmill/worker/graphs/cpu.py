@@ -19,7 +19,8 @@ from tokenmill.attention.backend import AttentionMetadata
 from tokenmill.attention.forward_context import set_forward_context
 from tokenmill.kernels import arena, native
 from tokenmill.models.base import CausalLM
-from tokenmill.worker.graphs.forward import DirectForward, ForwardPass, GraphStats
+from tokenmill.worker.batch import BatchShape, BatchTensors
+from tokenmill.worker.graphs.forward import BlankStep, DirectForward, ForwardPass, GraphStats
 
 logger = logging.getLogger(__name__)
 
@@ -73,67 +74,35 @@ class RecordedForward:
         """Memory of the recording's buffers."""
         return self._arena.num_bytes
 
+    def padded(self, shape: BatchShape) -> BatchShape:
+        """As it is: the number of tokens is a parameter of the recording."""
+        return shape
+
     def run(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attn_metadata: Mapping[str, AttentionMetadata],
+        self, tensors: BatchTensors, attn_metadata: Mapping[str, AttentionMetadata]
     ) -> torch.Tensor:
-        num_tokens = len(input_ids)
+        num_tokens = tensors.shape.num_tokens
         self.stats.num_replayed += 1
-        self._embeds[:num_tokens] = self._model.embed_input_ids(input_ids)
+        self._embeds[:num_tokens] = self._model.embed_input_ids(tensors.input_ids)
         self._program.replay(num_tokens)
         return self._hidden_states[:num_tokens]
 
 
-class CheckedForward:
-    """Runs every step both ways and compares the bits: a check for whoever changes a kernel."""
-
-    def __init__(self, recorded: ForwardPass, direct: ForwardPass) -> None:
-        self._recorded = recorded
-        self._direct = direct
-
-    @property
-    def stats(self) -> GraphStats:
-        return self._recorded.stats
-
-    def run(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attn_metadata: Mapping[str, AttentionMetadata],
-    ) -> torch.Tensor:
-        expected = self._direct.run(input_ids, positions, attn_metadata)
-        found = self._recorded.run(input_ids, positions, attn_metadata)
-        if not torch.equal(expected, found):
-            rows = (expected != found).any(-1).nonzero().flatten().tolist()
-            raise AssertionError(f"the recorded step differs from the direct one in rows {rows}")
-        return found
-
-
-def record(
-    model: CausalLM, positions: torch.Tensor, attn_metadata: Mapping[str, AttentionMetadata]
-) -> ForwardPass:
+def record(model: CausalLM, largest: BatchShape, blank_step: BlankStep) -> ForwardPass:
     """The model's forward pass recorded, or run directly where it cannot be, with the reason."""
+    tensors, attn_metadata = blank_step(largest)
     try:
-        recorded = RecordedForward(model, positions, attn_metadata)
+        recorded = RecordedForward(model, tensors.positions, attn_metadata)
     except NotRecordableError as error:
         logger.info("forward pass is not recorded: %s", error)
         return DirectForward(model)
     logger.info(
         "forward pass recorded: %d kernel calls for up to %d tokens, %.1f MiB of buffers",
         recorded.num_calls,
-        len(positions),
+        largest.num_tokens,
         recorded.num_bytes / (1 << 20),
     )
     return recorded
-
-
-def record_checked(
-    model: CausalLM, positions: torch.Tensor, attn_metadata: Mapping[str, AttentionMetadata]
-) -> ForwardPass:
-    """The same, with every step compared with the direct pass."""
-    return CheckedForward(record(model, positions, attn_metadata), DirectForward(model))
 
 
 @contextmanager

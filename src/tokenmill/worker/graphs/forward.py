@@ -11,6 +11,7 @@ import torch
 from tokenmill.attention.backend import AttentionMetadata
 from tokenmill.attention.forward_context import set_forward_context
 from tokenmill.models.base import CausalLM
+from tokenmill.worker.batch import BatchShape, BatchTensors
 
 
 @dataclass(slots=True)
@@ -27,18 +28,22 @@ class ForwardPass(Protocol):
     @property
     def stats(self) -> GraphStats: ...
 
+    def padded(self, shape: BatchShape) -> BatchShape:
+        """The shape that a step of `shape` must be prepared in."""
+        ...
+
     def run(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attn_metadata: Mapping[str, AttentionMetadata],
+        self, tensors: BatchTensors, attn_metadata: Mapping[str, AttentionMetadata]
     ) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size]; valid until the next call."""
         ...
 
 
-Recorder = Callable[[CausalLM, torch.Tensor, Mapping[str, AttentionMetadata]], ForwardPass]
-"""Records a model's forward pass on the position buffer and the metadata of a full step."""
+BlankStep = Callable[[BatchShape], tuple[BatchTensors, Mapping[str, AttentionMetadata]]]
+"""Prepares a step of some shape that touches no request."""
+
+Recorder = Callable[[CausalLM, BatchShape, BlankStep], ForwardPass]
+"""Records a model's forward pass, given the largest step, on the buffers of blank steps."""
 
 
 class DirectForward:
@@ -48,14 +53,50 @@ class DirectForward:
         self._model = model
         self.stats = GraphStats()
 
+    def padded(self, shape: BatchShape) -> BatchShape:
+        """As it is."""
+        return shape
+
     def run(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attn_metadata: Mapping[str, AttentionMetadata],
+        self, tensors: BatchTensors, attn_metadata: Mapping[str, AttentionMetadata]
     ) -> torch.Tensor:
         self.stats.num_direct += 1
         with set_forward_context(attn_metadata):
-            hidden_states = self._model.forward(input_ids, positions)
+            hidden_states = self._model.forward(tensors.input_ids, tensors.positions)
         assert isinstance(hidden_states, torch.Tensor), "the last rank ends in hidden states"
         return hidden_states
+
+
+class CheckedForward:
+    """Runs every step both ways and compares the bits: a check for whoever changes a kernel."""
+
+    def __init__(self, recorded: ForwardPass, direct: ForwardPass) -> None:
+        self._recorded = recorded
+        self._direct = direct
+
+    @property
+    def stats(self) -> GraphStats:
+        return self._recorded.stats
+
+    def padded(self, shape: BatchShape) -> BatchShape:
+        """As the recording wants it."""
+        return self._recorded.padded(shape)
+
+    def run(
+        self, tensors: BatchTensors, attn_metadata: Mapping[str, AttentionMetadata]
+    ) -> torch.Tensor:
+        expected = self._direct.run(tensors, attn_metadata).clone()
+        found = self._recorded.run(tensors, attn_metadata)
+        if not torch.equal(expected, found):
+            rows = (expected != found).any(-1).nonzero().flatten().tolist()
+            raise AssertionError(f"the recorded step differs from the direct one in rows {rows}")
+        return found
+
+
+def checked(record: Recorder) -> Recorder:
+    """The same recording, with every step compared with the direct pass."""
+
+    def record_checked(model: CausalLM, largest: BatchShape, blank_step: BlankStep) -> ForwardPass:
+        return CheckedForward(record(model, largest, blank_step), DirectForward(model))
+
+    return record_checked

@@ -1,0 +1,48 @@
+"""What the runner expects of whoever prepares its steps."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenmill.contracts.plan import SchedulerOutput
+from tokenmill.sampling.sampler import Samples
+from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch, IntArray
+from tokenmill.worker.rows import RowTable
+
+
+class StepInputs(Protocol):
+    """The rows, and the buffers that steps are prepared in."""
+
+    rows: RowTable
+
+    def update(self, plan: SchedulerOutput) -> None:
+        """Apply a plan's differences to the rows."""
+        ...
+
+    def fill(self, batch: InputBatch, shape: BatchShape) -> BatchTensors:
+        """The batch's tensors, padded to `shape`."""
+        ...
+
+    def blank(self, shape: BatchShape) -> BatchTensors:
+        """Tensors of a step that touches no request, for a recording."""
+        ...
+
+    def stage(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        """A host array on the device; not to be kept beyond the step."""
+        ...
+
+    def write_tokens(
+        self, samples: Samples, entries: IntArray, rows: IntArray, positions: IntArray
+    ) -> None:
+        """Put samples[entries[i]] into rows[i] at positions[i], for the next step to read."""
+        ...
+
+    def settle_tokens(
+        self, batch: InputBatch, token_ids: IntArray, rows: IntArray, positions: IntArray
+    ) -> None:
+        """Tell the host's rows of the ids that `write_tokens` wrote, now that they are known."""
+        ...
