@@ -10,6 +10,8 @@
     ├── ModelNotFoundError (LookupError)      no such model                 404
     ├── CheckpointError                       a model file is damaged or of a kind we cannot read
     ├── GenerationError                       one request failed in the engine   500
+    ├── QueueFullError                        too many requests wait        429
+    ├── EngineDrainingError                   no request is taken any more  503
     └── EngineDeadError                       the engine has stopped        503
 
 A message names the parameter, the value, the limit, and what to do about it.
@@ -90,6 +92,24 @@ class GenerationError(TokenmillError):
     """One request failed while the engine worked on it; the others are not affected."""
 
     code = "generation_error"
+
+
+class QueueFullError(TokenmillError):
+    """Too many requests wait. `retry_after` estimates in how many seconds some will have gone."""
+
+    http_status = 429
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDrainingError(TokenmillError):
+    """The engine finishes what it has and takes nothing new."""
+
+    http_status = 503
+    code = "engine_draining"
 
 
 class EngineDeadError(TokenmillError):
