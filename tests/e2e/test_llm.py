@@ -357,7 +357,7 @@ def test_abort_frees_a_request_at_any_point(llm: LLM) -> None:
         while engine.has_unfinished_requests():
             finished += [output for output in engine.step() if output.finished]
         assert [output.request_id for output in finished] == ["stays"]
-        stats = engine.step() or engine._core.scheduler.make_stats()
+        stats = engine.step() or engine._client.core.scheduler.make_stats()
         assert stats.num_used_blocks == 0
 
 
@@ -373,7 +373,7 @@ def test_ctrl_c_leaves_the_engine_usable(llm: LLM) -> None:
 
 
 def test_ctrl_c_in_the_step_that_ends_a_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = llm.llm_engine._core
+    core = llm.llm_engine._client.core
     step = core.step
 
     def interrupted() -> Any:

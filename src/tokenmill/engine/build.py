@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from tokenmill.config.machine import read_machine
 from tokenmill.config.memory import render
 from tokenmill.config.resolve import apply_overrides, resolve
 from tokenmill.core.build import build_scheduler
+from tokenmill.engine.client import InProcessClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.generation_defaults import (
     default_sampling_params,
@@ -30,6 +32,7 @@ from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.errors import ConfigError, did_you_mean
 from tokenmill.kernels.native import active_isa
+from tokenmill.sampling_params import SamplingParams
 from tokenmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -43,44 +46,86 @@ Progress = Callable[[str, int, int], None]
 """Called with a stage (`download`, `load`), bytes done, and bytes in all."""
 
 
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """What stands between users and a core."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams
+    input_processor: InputProcessor
+    output_processor: OutputProcessor
+
+
 def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEngine:
     """Find the model, settle the settings, load the weights, wire the parts.
 
     The tokenizer is built in a second thread while torch is imported and weights are read.
     """
     progress = on_progress or _silent
-    open_model = _opener(args)
-    path = resolve_model(
-        args.model, args.revision, on_progress=lambda done, total: progress("download", done, total)
-    )
-    checkpoint = open_model(path)
+    checkpoint = open_model(args, progress)
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
-        loading_tokenizer = pool.submit(_load_tokenizer, args, checkpoint)
-        config = resolve(
-            args,
-            path=str(path),
-            config=checkpoint.config,
-            tensor_shapes=checkpoint.tensor_shapes,
-            tensor_formats=checkpoint.tensor_formats,
-            machine=read_machine(isa=active_isa()),
-        )
-        _log_choices(config)
+        loading_tokenizer = pool.submit(read_tokenizer, args, checkpoint)
+        config = settle_config(args, checkpoint)
         core = _build_core(config, checkpoint, progress)
-        tokenizer = loading_tokenizer.result()
+        front_end = build_front_end(args, checkpoint, config, loading_tokenizer.result())
+    return LLMEngine(
+        config=config,
+        tokenizer=front_end.tokenizer,
+        default_params=front_end.default_params,
+        input_processor=front_end.input_processor,
+        client=InProcessClient(core),
+        output_processor=front_end.output_processor,
+    )
+
+
+def open_model(args: EngineArgs, on_progress: Progress) -> Checkpoint:
+    """Find the model, fetching it if need be, and open its files."""
+    opener = _opener(args)
+    path = resolve_model(
+        args.model,
+        args.revision,
+        on_progress=lambda done, total: on_progress("download", done, total),
+    )
+    return opener(path)
+
+
+def settle_config(args: EngineArgs, checkpoint: Checkpoint) -> EngineConfig:
+    """Settings, model and machine to what the engine runs with; the choices are logged."""
+    config = resolve(
+        args,
+        path=str(checkpoint.path),
+        config=checkpoint.config,
+        tensor_shapes=checkpoint.tensor_shapes,
+        tensor_formats=checkpoint.tensor_formats,
+        machine=read_machine(isa=active_isa()),
+    )
+    _log_choices(config)
+    return config
+
+
+def build_front_end(
+    args: EngineArgs, checkpoint: Checkpoint, config: EngineConfig, tokenizer: Tokenizer | None
+) -> FrontEnd:
+    """All that needs no torch. Raises `ConfigError` for a generation config that cannot work."""
     generation = generation_config(args, checkpoint.generation_config)
     eos_token_ids = end_token_ids(
         config.model.hf_config.get("eos_token_id"),
         generation.get("eos_token_id"),
         () if tokenizer is None else tokenizer.eos_token_ids,
     )
-    return LLMEngine(
+    return FrontEnd(
         config=config,
         tokenizer=tokenizer,
         default_params=default_sampling_params(generation),
         input_processor=InputProcessor(config, tokenizer, eos_token_ids),
-        core=core,
         output_processor=OutputProcessor(tokenizer),
     )
+
+
+def build_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
+    """The core of a settled config, in a process that has not opened the model yet."""
+    return _build_core(config, _opener(args)(Path(config.model.path)), on_progress)
 
 
 def _build_core(config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> EngineCore:
@@ -115,7 +160,8 @@ def _open_dummy(args: EngineArgs, path: Path) -> Checkpoint:
     )
 
 
-def _load_tokenizer(args: EngineArgs, checkpoint: Checkpoint) -> Tokenizer | None:
+def read_tokenizer(args: EngineArgs, checkpoint: Checkpoint) -> Tokenizer | None:
+    """The tokenizer that the settings name, or the model's own; None if none is wanted."""
     if args.skip_tokenizer_init:
         return None
     if args.tokenizer is None:

@@ -28,6 +28,28 @@ class NoGrammars:
         return None
 
 
+class StepJournal(Protocol):
+    """Is told which steps are under way, so that it is known what a crash interrupted."""
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """A step is about to be submitted."""
+        ...
+
+    def end(self, plan: SchedulerOutput) -> None:
+        """The step has settled."""
+        ...
+
+
+class NoJournal:
+    """Nobody wants to know."""
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Forget it."""
+
+    def end(self, plan: SchedulerOutput) -> None:
+        """Forget it."""
+
+
 class EngineCore:
     """Drives a scheduler and an executor, with up to `max_steps_in_flight` steps under way.
 
@@ -46,6 +68,9 @@ class EngineCore:
         self._executor = executor
         self._max_steps_in_flight = max_steps_in_flight
         self._grammars = grammars or NoGrammars()
+        self.journal: StepJournal = NoJournal()
+        """Set by whoever wants to know what a crash interrupted, before the first step."""
+        self.num_settled_steps = 0
         self._in_flight: deque[tuple[SchedulerOutput, StepFuture]] = deque()
         self._closed = False
 
@@ -75,7 +100,10 @@ class EngineCore:
         if not self._in_flight:
             return self.scheduler.take_outputs()
         plan, future = self._in_flight.popleft()
-        return self.scheduler.update_from_output(plan, future.result())
+        outputs = self.scheduler.update_from_output(plan, future.result())
+        self.num_settled_steps += 1
+        self.journal.end(plan)
+        return outputs
 
     def shutdown(self) -> None:
         """Stop the executor; may be called twice."""
@@ -90,6 +118,7 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if not plan.req_ids:
             return False
+        self.journal.begin(plan)
         self._executor.execute_model(plan)
         grammar_output = self._grammars.get_grammar_bitmask(plan)
         self._in_flight.append((plan, self._executor.sample_tokens(grammar_output)))

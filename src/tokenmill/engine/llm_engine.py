@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tokenmill.config.memory import summary
-from tokenmill.engine.core import EngineCore
+from tokenmill.engine.client import EngineCoreClient
 from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.engine.interrupts import interrupts_deferred
 from tokenmill.engine.output_processor import OutputProcessor
@@ -40,14 +40,14 @@ class LLMEngine:
         tokenizer: Tokenizer | None,
         default_params: SamplingParams,
         input_processor: InputProcessor,
-        core: EngineCore,
+        client: EngineCoreClient,
         output_processor: OutputProcessor,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.default_params = default_params
         self._input_processor = input_processor
-        self._core = core
+        self._client = client
         self._output_processor = output_processor
         self._undelivered: list[RequestOutput] = []
         self._closed = False
@@ -82,16 +82,15 @@ class LLMEngine:
             arrival_time=arrival_time,
         )
         with interrupts_deferred():
-            for child in source.children:
-                self._core.add_request(child)
+            self._client.add_requests(source.children)
             self._output_processor.add_request(source)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and return what it brought. Ctrl-C takes effect after it."""
         self._check_open()
         with interrupts_deferred():
-            outputs, stopped = self._output_processor.process_outputs(self._core.step())
-            self._core.abort_requests(stopped)
+            outputs, stopped = self._output_processor.process_outputs(self._client.get_outputs())
+            self._client.abort_requests(stopped)
             self._undelivered += outputs
         delivered, self._undelivered = self._undelivered, []
         return delivered
@@ -104,7 +103,7 @@ class LLMEngine:
         ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
         with interrupts_deferred():
             outputs, core_ids = self._output_processor.abort(ids)
-            self._core.abort_requests(core_ids)
+            self._client.abort_requests(core_ids)
             kept = self._undelivered
             self._undelivered = [output for output in kept if output.request_id not in ids]
         return [*(output for output in kept if output.request_id in ids), *outputs]
@@ -119,13 +118,13 @@ class LLMEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False if requests are running, then nothing changes."""
-        return self._core.scheduler.reset_prefix_cache()
+        return self._client.reset_prefix_cache().result()
 
     def close(self) -> None:
         """End the engine and free what it holds; may be called twice."""
         if not self._closed:
             self._closed = True
-            self._core.shutdown()
+            self._client.shutdown()
 
     def _check_open(self) -> None:
         if self._closed:

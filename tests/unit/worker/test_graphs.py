@@ -24,7 +24,7 @@ def wide_llama(tmp_path_factory):
 def outputs_of(path, **settings):
     with LLM(str(path), num_kv_blocks=64, max_num_seqs=8, **settings) as llm:
         outputs = [output.outputs for output in llm.generate(PROMPTS, PARAMS)]
-        worker = llm.llm_engine._core._executor._worker
+        worker = llm.llm_engine._client.core._executor._worker
         return outputs, worker.runner.graph_stats
 
 

@@ -1,0 +1,72 @@
+"""The front end's face of the engine core, wherever that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from tokenmill.contracts.request import EngineCoreOutputs, EngineCoreRequest
+from tokenmill.engine.core import EngineCore
+
+
+class EngineCoreClient(Protocol):
+    """Requests go in, what the steps bring comes out.
+
+    Two implementations: `InProcessClient`, and `ProcessClient` for a core in its own process.
+    """
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Queue requests. One that could never be served raises `InvalidRequestError`: here if the
+        core is in this process, else out of `get_outputs`.
+
+        Raises `EngineDeadError` if the core has ended.
+        """
+        ...
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests in any state. Outputs that are on their way may still come."""
+        ...
+
+    def get_outputs(self) -> EngineCoreOutputs:
+        """What the next step brings: computed now, or waited for. To be called while there are
+        requests.
+
+        Raises `EngineDeadError` if the core has ended.
+        """
+        ...
+
+    def reset_prefix_cache(self) -> Future[bool]:
+        """Forget all cached prefixes; the result is False if blocks are in use, then nothing
+        changes. Of a core elsewhere it is there after a later `get_outputs`.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """End the core; may be called twice."""
+        ...
+
+
+class InProcessClient:
+    """A core in this process, stepped by whoever asks for its outputs."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        for request in requests:
+            self.core.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        self.core.abort_requests(request_ids)
+
+    def get_outputs(self) -> EngineCoreOutputs:
+        return self.core.step()
+
+    def reset_prefix_cache(self) -> Future[bool]:
+        done: Future[bool] = Future()
+        done.set_result(self.core.scheduler.reset_prefix_cache())
+        return done
+
+    def shutdown(self) -> None:
+        self.core.shutdown()
