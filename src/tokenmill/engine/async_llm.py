@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from tokenmill.engine.engine_stats import EngineStats
 from tokenmill.engine.prompts import Prompt
 from tokenmill.engine.serve_options import ServeOptions
-from tokenmill.errors import EngineDeadError
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
 
@@ -112,7 +111,7 @@ class AsyncLLM:
         """Whether the core lives, shows it, and gets on."""
         raise NotImplementedError
 
-    def on_death(self, callback: Callable[[EngineDeadError], None]) -> None:
+    def on_death(self, callback: Callable[[], None]) -> None:
         """Call back, in the event loop, once the core has failed too often to be started again."""
         raise NotImplementedError
 

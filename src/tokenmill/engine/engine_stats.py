@@ -2,33 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from tokenmill.contracts.request import SchedulerStats
 
+_COUNTERS = ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_errors")
+"""Fields of `SchedulerStats` that only grow while a core lives."""
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot. Counters grow for as long as the front end lives: a core that is started again
+
+class EngineStats(SchedulerStats, array_like=True, omit_defaults=True):
+    """The scheduler's state as of the core's last message, and what the front end knows.
+
+    `num_waiting` counts every sequence that does not run yet or not now, those on the way to the
+    core included. Counters grow for as long as the front end lives: a core that is started again
     goes on where the one before stopped.
     """
 
-    scheduler: SchedulerStats = field(default_factory=SchedulerStats)
-    """As of the last message of the core."""
     num_unfinished: int = 0
     """Sequences that somebody waits for, wherever they are."""
     num_restarts: int = 0
+    """How often the core was started again."""
     num_refused: int = 0
     """Requests refused because the queue was full."""
     num_aborted: int = 0
     """Sequences that were ended from outside: by a client that left, a deadline, or the end of the
     server."""
 
-    @property
-    def num_running(self) -> int:
-        return min(self.scheduler.num_running, self.num_unfinished)
 
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that do not run yet, or not now: on the way to the core included."""
-        return self.num_unfinished - self.num_running
+class StatsKeeper:
+    """The latest statistics of a core, and the counters of those before it."""
+
+    def __init__(self) -> None:
+        self._latest = SchedulerStats()
+        self._before = SchedulerStats()
+        self.num_restarts = 0
+        self.num_refused = 0
+        self.num_aborted = 0
+
+    def update(self, stats: SchedulerStats) -> None:
+        """Take the core's latest."""
+        self._latest = stats
+
+    def core_ended(self) -> None:
+        """Nothing runs any more, and the next core counts from zero."""
+        self._before = self._summed()
+        self._latest = SchedulerStats(num_blocks=self._latest.num_blocks)
+
+    def snapshot(self, num_unfinished: int) -> EngineStats:
+        """All of it, while so many sequences are unfinished."""
+        latest = msgspec.structs.asdict(self._summed())
+        latest["num_running"] = min(self._latest.num_running, num_unfinished)
+        latest["num_waiting"] = num_unfinished - latest["num_running"]
+        return EngineStats(
+            **latest,
+            num_unfinished=num_unfinished,
+            num_restarts=self.num_restarts,
+            num_refused=self.num_refused,
+            num_aborted=self.num_aborted,
+        )
+
+    def _summed(self) -> SchedulerStats:
+        """The latest state, with counters since the start of the front end."""
+        sums = {
+            name: getattr(self._before, name) + getattr(self._latest, name) for name in _COUNTERS
+        }
+        return msgspec.structs.replace(self._latest, **sums)

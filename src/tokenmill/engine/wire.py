@@ -1,0 +1,166 @@
+"""What the front end and the core's process say to each other.
+
+msgspec structs as msgpack arrays over one ZMQ socket, in order. Nothing is ever unpickled: the
+bytes decode to these types or not at all.
+
+    front end -> core    Setup, once; then AddRequests, AbortRequests, ResetPrefixCache, Stop
+    core -> front end    LogRecord at any time; LoadProgress while it starts; StartupFailure or
+                         Ready; then StepOutputs, Refusal, PrefixCacheReset
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+import tokenmill.errors
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.request import EngineCoreOutputs, EngineCoreRequest
+from tokenmill.errors import EngineDeadError, InvalidRequestError, TokenmillError
+
+
+class Setup(msgspec.Struct, array_like=True, tag=0):
+    """All that a core is built from."""
+
+    factory: str
+    """`module:function` of what makes an `EngineCore` from the two below and `on_progress`."""
+    args: EngineArgs
+    config: EngineConfig
+    log_level: int
+    """Of the front end's `tokenmill` logger: what is below is not sent."""
+
+
+class AddRequests(msgspec.Struct, array_like=True, tag=1):
+    """Queue these."""
+
+    requests: list[EngineCoreRequest]
+
+
+class AbortRequests(msgspec.Struct, array_like=True, tag=2):
+    """End these, whatever they are doing; there is no answer."""
+
+    request_ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, array_like=True, tag=3):
+    """Forget all cached prefixes; answered by `PrefixCacheReset`."""
+
+
+class Stop(msgspec.Struct, array_like=True, tag=4):
+    """End the process."""
+
+
+class LogRecord(msgspec.Struct, array_like=True, tag=0):
+    """A log record of the core, for the front end's handlers."""
+
+    name: str
+    level: int
+    message: str
+    created: float
+    """Seconds since the epoch."""
+
+
+class LoadProgress(msgspec.Struct, array_like=True, tag=1):
+    """How far the model is loaded."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class ErrorInfo(msgspec.Struct, array_like=True):
+    """One of our exceptions, on its way to another process."""
+
+    kind: str
+    """Its class in `errors.py`; others count as `EngineDeadError`."""
+    message: str
+    parameter: str | None = None
+
+
+class StartupFailure(msgspec.Struct, array_like=True, tag=2):
+    """The core could not be built; its process ends."""
+
+    error: ErrorInfo
+
+
+class Ready(msgspec.Struct, array_like=True, tag=3):
+    """The core takes requests."""
+
+
+class StepOutputs(msgspec.Struct, array_like=True, tag=4):
+    """What a step brought, or new statistics."""
+
+    outputs: EngineCoreOutputs
+
+
+class Refusal(msgspec.Struct, array_like=True, tag=5):
+    """The core cannot ever serve this request; it is not queued."""
+
+    request_id: str
+    error: ErrorInfo
+
+
+class PrefixCacheReset(msgspec.Struct, array_like=True, tag=6):
+    """Answer to `ResetPrefixCache`, in their order."""
+
+    done: bool
+
+
+ToCore = Setup | AddRequests | AbortRequests | ResetPrefixCache | Stop
+FromCore = LogRecord | LoadProgress | StartupFailure | Ready | StepOutputs | Refusal
+FromCore |= PrefixCacheReset
+
+
+def _plain(value: Any) -> Any:
+    """What msgspec knows no encoding for: read-only mappings in a model's config."""
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent to another process")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
+decode_from_core = msgspec.msgpack.Decoder(FromCore).decode
+
+
+def encode(message: ToCore | FromCore) -> bytes:
+    """The bytes of a message.
+
+    Raises `InvalidRequestError` for text that has no bytes: only what users wrote can hold that.
+    """
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            "the request holds text that is not valid Unicode (one half of a surrogate pair)."
+        ) from error
+
+
+def describe(error: BaseException) -> ErrorInfo:
+    """An exception in a form that can be sent."""
+    if not isinstance(error, TokenmillError):
+        return ErrorInfo(EngineDeadError.__name__, f"{type(error).__name__}: {error}")
+    return ErrorInfo(type(error).__name__, str(error), getattr(error, "parameter", None))
+
+
+def rebuild(info: ErrorInfo) -> TokenmillError:
+    """The exception that `describe` took apart."""
+    kind = getattr(tokenmill.errors, info.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, TokenmillError)):
+        return EngineDeadError(info.message)
+    if issubclass(kind, InvalidRequestError):
+        return kind(info.message, parameter=info.parameter)
+    return kind(info.message)
+
+
+def core_request(request: EngineCoreRequest, output_ids: list[int]) -> EngineCoreRequest:
+    """A request as the core needs it: going on after `output_ids`, without stop strings, which the
+    front end looks for.
+    """
+    params = request.sampling_params
+    if params.stop:
+        params = params.replace(stop=None)
+    return msgspec.structs.replace(request, sampling_params=params, initial_output_ids=output_ids)
