@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from tokenmill.checkpoint.names import resolve_model
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.config.machine import read_machine
+from tokenmill.config.machine import Machine, read_machine
 from tokenmill.config.memory import render
 from tokenmill.config.resolve import apply_overrides, resolve
 from tokenmill.core.build import build_scheduler
@@ -31,6 +31,7 @@ from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.kernels.accelerator import find_accelerator
 from tokenmill.kernels.native import active_isa
 from tokenmill.sampling_params import SamplingParams
 from tokenmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -98,10 +99,21 @@ def settle_config(args: EngineArgs, checkpoint: Checkpoint) -> EngineConfig:
         config=checkpoint.config,
         tensor_shapes=checkpoint.tensor_shapes,
         tensor_formats=checkpoint.tensor_formats,
-        machine=read_machine(isa=active_isa()),
+        machine=_machine(args),
     )
     _log_choices(config)
     return config
+
+
+def _machine(args: EngineArgs) -> Machine:
+    """What there is to run on; GPUs are looked for unless the CPU was asked for."""
+    machine = read_machine(isa=active_isa())
+    if args.device == "cpu":
+        return machine
+    found = find_accelerator()
+    if isinstance(found, str):
+        return replace(machine, no_accelerator=found)
+    return replace(machine, accelerator=found)
 
 
 def build_front_end(
@@ -135,7 +147,7 @@ def _build_core(config: EngineConfig, checkpoint: Checkpoint, progress: Progress
 
     worker = build_worker(config, checkpoint, lambda done, total: progress("load", done, total))
     depth = config.scheduler.max_steps_in_flight
-    executor = LocalExecutor(worker, background=depth > 1)
+    executor = LocalExecutor(worker, background=depth > 1 and config.device == "cpu")
     scheduler = build_scheduler(config, worker.kv_cache_config)
     return EngineCore(scheduler, executor, max_steps_in_flight=depth)
 

@@ -110,8 +110,9 @@ class PrefixCacheReset(msgspec.Struct, array_like=True, tag=6):
 
 
 ToCore = Setup | AddRequests | AbortRequests | ResetPrefixCache | Stop
-FromCore = LogRecord | LoadProgress | StartupFailure | Ready | StepOutputs | Refusal
-FromCore |= PrefixCacheReset
+FromCore = (
+    LogRecord | LoadProgress | StartupFailure | Ready | StepOutputs | Refusal | PrefixCacheReset
+)
 
 
 def _plain(value: Any) -> Any:
@@ -122,8 +123,8 @@ def _plain(value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-decode_to_core = msgspec.msgpack.Decoder(ToCore).decode
-decode_from_core = msgspec.msgpack.Decoder(FromCore).decode
+_to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+_from_core: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
 
 
 def encode(message: ToCore | FromCore) -> bytes:
@@ -137,6 +138,16 @@ def encode(message: ToCore | FromCore) -> bytes:
         raise InvalidRequestError(
             "the request holds text that is not valid Unicode (one half of a surrogate pair)."
         ) from error
+
+
+def decode_to_core(data: bytes) -> ToCore:
+    """The message that the front end has sent."""
+    return _to_core.decode(data)
+
+
+def decode_from_core(data: bytes) -> FromCore:
+    """The message that the core has sent."""
+    return _from_core.decode(data)
 
 
 def describe(error: BaseException) -> ErrorInfo:
@@ -156,11 +167,9 @@ def rebuild(info: ErrorInfo) -> TokenmillError:
     return kind(info.message)
 
 
-def core_request(request: EngineCoreRequest, output_ids: list[int]) -> EngineCoreRequest:
-    """A request as the core needs it: going on after `output_ids`, without stop strings, which the
-    front end looks for.
-    """
+def core_request(request: EngineCoreRequest) -> EngineCoreRequest:
+    """A request as the core needs it: without stop strings, which the front end looks for."""
     params = request.sampling_params
-    if params.stop:
-        params = params.replace(stop=None)
-    return msgspec.structs.replace(request, sampling_params=params, initial_output_ids=output_ids)
+    if not params.stop:
+        return request
+    return msgspec.structs.replace(request, sampling_params=params.replace(stop=None))

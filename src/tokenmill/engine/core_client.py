@@ -1,0 +1,238 @@
+"""The engine core in a process of its own, as its front end sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import cast
+
+import zmq
+
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.request import EngineCoreOutputs, EngineCoreRequest
+from tokenmill.engine import wire
+from tokenmill.engine.status_page import StatusPage
+from tokenmill.errors import EngineDeadError
+
+DEFAULT_FACTORY = "tokenmill.engine.build:build_core"
+_MAX_SOCKET_PATH = 100
+"""Bytes that the system takes for the path of a socket, a few less."""
+_WAIT_MS = 500
+"""How long to wait for a message before looking whether the core still lives."""
+
+
+class ProcessClient:
+    """One core process, from its start to its end; a core that died is not revived.
+
+    An `EngineCoreClient` whose `get_outputs` waits. An event loop uses `fileno` and `receive`
+    instead, and `exit_fd` to be told of the end. To be used by one thread, which must live as long
+    as the core: on Linux a child dies with the thread that started it.
+    """
+
+    def __init__(
+        self, args: EngineArgs, config: EngineConfig, *, factory: str = DEFAULT_FACTORY
+    ) -> None:
+        """Start the process; it builds its core meanwhile, and then sends `Ready`."""
+        self.page = StatusPage.create(
+            max_steps_in_flight=config.scheduler.max_steps_in_flight,
+            max_num_seqs=config.scheduler.max_num_seqs,
+        )
+        self._directory = _private_directory()
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        address = f"ipc://{self._directory}/core"
+        self._socket.bind(address)
+        self._process = _spawn(address, self.page.fd)
+        self._resets: deque[Future[bool]] = deque()
+        self._closed = False
+        level = logging.getLogger("tokenmill").getEffectiveLevel()
+        self.send(wire.Setup(factory, args, config, level))
+        self.exit_fd = _open_pidfd(self._process.pid)
+        """Becomes readable when the process has ended; None where the system has no such thing."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Becomes readable when there may be messages: then `receive` until there are none."""
+        return self._socket.fileno()
+
+    # ---- messages ---------------------------------------------------------------------------
+
+    def send(self, message: wire.ToCore) -> None:
+        """Send a message; never waits. Afterwards messages may be there that `fileno` says nothing
+        of, see `has_messages`.
+
+        Raises `InvalidRequestError` for text that cannot be sent, `EngineDeadError` after `close`.
+        """
+        if self._closed:
+            raise EngineDeadError("The engine core has ended.")
+        self._socket.send(wire.encode(message))
+
+    @property
+    def has_messages(self) -> bool:
+        return bool(cast(int, self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def receive(self) -> wire.FromCore | None:
+        """The next message that is not about logs, or None if there is none yet."""
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            message = wire.decode_from_core(data)
+            match message:
+                case wire.LogRecord():
+                    _log(message)
+                case wire.PrefixCacheReset(done):
+                    reset = self._resets.popleft()
+                    if not reset.cancelled():
+                        reset.set_result(done)
+                    return message
+                case wire.Ready():
+                    self._remove_directory()  # the two are connected: nobody else shall be
+                    return message
+                case _:
+                    return message
+
+    # ---- the client interface ---------------------------------------------------------------
+
+    def wait_until_ready(self) -> None:
+        """Wait for the core to be built. Raises what building it raised, or `EngineDeadError`."""
+        while True:
+            match self._wait_for_message():
+                case wire.Ready():
+                    return
+                case wire.StartupFailure(error):
+                    raise wire.rebuild(error)
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        self.send(wire.AddRequests([wire.core_request(request) for request in requests]))
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        ids = list(request_ids)
+        if ids:
+            self.send(wire.AbortRequests(ids))
+
+    def get_outputs(self) -> EngineCoreOutputs:
+        while True:
+            match self._wait_for_message():
+                case wire.StepOutputs(outputs):
+                    return outputs
+                case wire.Refusal(_, error):
+                    raise wire.rebuild(error)
+
+    def reset_prefix_cache(self) -> Future[bool]:
+        reset: Future[bool] = Future()
+        self.send(wire.ResetPrefixCache())
+        self._resets.append(reset)
+        return reset
+
+    def shutdown(self) -> None:
+        """Ask the core to end, wait for a while, and close."""
+        if not self._closed:
+            self.send(wire.Stop())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_WAIT_MS / 1000)
+        self.close()
+
+    def _wait_for_message(self) -> wire.FromCore:
+        while (message := self.receive()) is None:
+            self.page.beat_front_end()
+            if not self._socket.poll(_WAIT_MS) and not self.is_alive:
+                raise EngineDeadError(f"The engine core {self.how_it_ended()}.")
+        return message
+
+    # ---- life and death ---------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs, or at least has not ended."""
+        return self._process.poll() is None
+
+    def how_it_ended(self) -> str:
+        """`was killed by SIGKILL`, `exited with status 1`, or `does not answer`."""
+        status = self._process.poll()
+        if status is None:
+            return "does not answer"
+        if status >= 0:
+            return f"exited with status {status}"
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:  # a real-time signal
+            return f"was killed by signal {-status}"
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Kill the process if it still runs, and free everything; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        for reset in self._resets:
+            reset.set_exception(EngineDeadError(f"The engine core {self.how_it_ended()}."))
+        self._socket.close()
+        self._context.term()
+        if self.exit_fd is not None:
+            os.close(self.exit_fd)
+        self.page.close()
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _private_directory() -> Path:
+    """A new directory that only this user may enter, with a path short enough for a socket."""
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) + len("/tokenmill-12345678/core") > _MAX_SOCKET_PATH:
+        parent = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="tokenmill-", dir=parent))
+
+
+def _spawn(address: str, page_fd: int) -> subprocess.Popen[bytes]:
+    """Start the interpreter that this one is, with the same modules in reach."""
+    command = [sys.executable, "-P", "-m", "tokenmill.engine.core_process"]
+    return subprocess.Popen(
+        [*command, address, str(page_fd), str(os.getpid())],
+        stdin=subprocess.PIPE,  # its end tells the core that we are gone
+        pass_fds=(page_fd,),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def _open_pidfd(pid: int) -> int | None:
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # an old kernel, or a sandbox that forbids it
+        return None
+
+
+def _log(record: wire.LogRecord) -> None:
+    """Hand a record of the core to this process's handlers."""
+    logger = logging.getLogger(record.name)
+    made = logger.makeRecord(record.name, record.level, "", 0, "%s", (record.message,), None)
+    made.created = record.created
+    logger.handle(made)
