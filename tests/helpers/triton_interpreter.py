@@ -1,4 +1,4 @@
-"""Triton's interpreter, with the rounding of a GPU.
+"""Triton's interpreter, with the rounding of a GPU, and somewhat faster.
 
 By itself it cuts float32 to bfloat16 instead of rounding, and loses the carry where rounding to
 float8 reaches the next power of two: 1.99 becomes 1.
@@ -42,3 +42,22 @@ def round_like_a_gpu() -> None:
         return bits.view(f"uint{target.primitive_bitwidth}").reshape(data.shape)
 
     interpreter._convert_float = convert
+
+
+def patch_the_language_once() -> None:
+    """Let a kernel's calls of other functions cost less. Once per process.
+
+    By itself the interpreter goes through all names of the language at every such call, to replace
+    what the kernel's launch has replaced already.
+    """
+    given = interpreter._patch_lang
+    replaced: set[int] = {id(tl)}
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        languages = {id(v) for v in function.fn.__globals__.values() if v is tl or v is tl.core}
+        if not languages <= replaced:
+            given(function.fn)
+            replaced.update(languages)
+        return function.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
