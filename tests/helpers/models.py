@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.attention.backend import AttentionBackend, CommonAttentionMetadata
+from tokenmill.attention.backend import AttentionBackend, CacheLimits, CommonAttentionMetadata
 from tokenmill.attention.forward_context import set_forward_context
 from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
@@ -110,7 +110,7 @@ class PagedRun:
             )
             cache = torch.full(shape, torch.nan, dtype=getattr(torch, dtype))
             layer.bind(backend.make_impl(spec), cache)
-        self._builder = backend.make_metadata_builder(spec, num_blocks)
+        self._builder = backend.make_metadata_builder(spec, CacheLimits(num_blocks, 64, 4096, 4096))
 
     def step(self, batch: Sequence[Chunk]) -> list[torch.Tensor]:
         """Compute one flat batch; hidden states [len(chunk), hidden_size] of each chunk."""

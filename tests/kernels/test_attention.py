@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tokenmill.attention.backend import AttentionSpec, CommonAttentionMetadata
+from tokenmill.attention.backend import AttentionSpec, CacheLimits, CommonAttentionMetadata
 from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.attention.selection import select_backend
 from tokenmill.errors import ConfigError
@@ -71,7 +71,7 @@ def run_backend(spec, batch, causal, seed=0):
     tables = [[free.pop() for _ in range(n)] for n in used]
     backend = ReferenceBackend()
     impl = backend.make_impl(spec)
-    builder = backend.make_metadata_builder(spec, num_blocks)
+    builder = backend.make_metadata_builder(spec, CacheLimits(num_blocks, 64, 4096, 4096))
     shape = backend.get_kv_cache_shape(num_blocks, size, spec.num_kv_heads, spec.head_size)
     cache = torch.full(shape, torch.nan, dtype=dtype)
     kv = [

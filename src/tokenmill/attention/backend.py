@@ -31,6 +31,25 @@ class AttentionSpec:
     sliding_window: int | None = None
     """Tokens that a query sees, itself included; None sees all."""
     logits_soft_cap: float | None = None
+    kv_dtype: str | None = None
+    """Of the cache, where it is not `dtype`."""
+    has_sinks: bool = False
+    """Whether each head has a logit without a value of its own in its softmax."""
+    device: str = "cpu"
+    """`cpu` or `cuda`"""
+    exact: bool = True
+    """Whether a token's bits must not depend on how its request is batched and cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """What the steps of one engine may hold: sizes of a builder's buffers."""
+
+    num_blocks: int
+    """Of each layer's cache."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
 
 
 @dataclass(slots=True)
@@ -112,9 +131,9 @@ class AttentionBackend(Protocol):
         ...
 
     def make_metadata_builder(
-        self, spec: AttentionSpec, num_blocks: int
+        self, spec: AttentionSpec, limits: CacheLimits
     ) -> AttentionMetadataBuilder:
-        """A builder for layers of `spec`, whose caches have `num_blocks` blocks."""
+        """A builder for layers of `spec`; what it allocates, it allocates now."""
         ...
 
     def make_impl(self, spec: AttentionSpec) -> AttentionImpl: ...

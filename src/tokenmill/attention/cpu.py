@@ -12,6 +12,7 @@ import torch
 from tokenmill.attention.backend import (
     AttentionMetadata,
     AttentionSpec,
+    CacheLimits,
     CommonAttentionMetadata,
     Rotation,
 )
@@ -43,6 +44,8 @@ class CpuBackend:
     name = "cpu"
 
     def unsupported_reasons(self, spec: AttentionSpec) -> list[str]:
+        if spec.device != "cpu":
+            return [f"runs on a CPU, not on {spec.device}"]
         if spec.dtype != _DTYPE:
             return [f"dtype {spec.dtype} is served by the reference, {_DTYPE} here"]
         return unsupported_reasons(
@@ -54,8 +57,8 @@ class CpuBackend:
     ) -> tuple[int, ...]:
         return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, _DTYPE)
 
-    def make_metadata_builder(self, spec: AttentionSpec, num_blocks: int) -> CpuMetadataBuilder:
-        return CpuMetadataBuilder(_shape(spec), num_blocks)
+    def make_metadata_builder(self, spec: AttentionSpec, limits: CacheLimits) -> CpuMetadataBuilder:
+        return CpuMetadataBuilder(_shape(spec), limits.num_blocks)
 
     def make_impl(self, spec: AttentionSpec) -> CpuImpl:
         return CpuImpl(_shape(spec))

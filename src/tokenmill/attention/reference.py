@@ -34,6 +34,7 @@ import torch
 from tokenmill.attention.backend import (
     AttentionMetadata,
     AttentionSpec,
+    CacheLimits,
     CommonAttentionMetadata,
     Rotation,
 )
@@ -132,7 +133,7 @@ class ReferenceBackend:
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
     def make_metadata_builder(
-        self, spec: AttentionSpec, num_blocks: int
+        self, spec: AttentionSpec, limits: CacheLimits
     ) -> ReferenceMetadataBuilder:
         return ReferenceMetadataBuilder(spec)
 

@@ -28,6 +28,7 @@ _KINDS = {
     int: _Kind((numbers.Integral,), int, "an integer"),
     float: _Kind((numbers.Real,), _as_it_is, "a number"),
     dict: _Kind((Mapping,), dict, "a dict"),
+    list: _Kind((list, tuple), list, "a list"),
 }
 
 
@@ -36,7 +37,7 @@ def of_type(name: str, value: object, annotation: Any) -> Any:
 
     numpy's numbers and paths are taken for what they stand for. Raises `ConfigError` for others.
     """
-    options = [each for each in get_args(annotation) if isinstance(each, type)]
+    options = [get_origin(each) or each for each in get_args(annotation)]
     optional = NoneType in options
     if optional and value is None:
         return None

@@ -28,6 +28,11 @@ class EngineArgs:
     load_format: str = "auto"
     """auto (the model's weights) or dummy: random ones, drawn from the engine's seed, so that a
     directory with a config.json is enough."""
+    device: str = "auto"
+    """auto (a GPU if there is one), cuda or cpu."""
+    exact: bool | None = None
+    """On a GPU: the same bits however a request is batched, cut or resumed, at some cost in speed.
+    On a CPU results are always so."""
     dtype: str = "auto"
     """Type of activations and KV cache: auto, bfloat16, float16 or float32 (the reference)."""
     max_model_len: int | None = None
@@ -42,16 +47,17 @@ class EngineArgs:
     """Compute long prompts over several steps, beside the others' tokens."""
     scheduling_policy: str = "fcfs"
     """fcfs (in order of arrival) or priority (smaller first)."""
-    async_scheduling: bool = False
-    """Plan the next step while one runs."""
+    async_scheduling: bool | None = None
+    """Plan the next step while one runs; by default on a GPU."""
     block_size: int | None = None
     """Tokens in one block of the KV cache."""
     num_kv_blocks: int | None = None
     """Size of the KV cache in blocks; overrides the two below."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV cache in bytes; overrides the one below."""
-    kv_cache_memory_fraction: float = 0.5
-    """Share of the memory left after the weights that the KV cache may take."""
+    kv_cache_memory_fraction: float | None = None
+    """Share of the memory left after the weights that the KV cache may take; by default 0.5, and
+    0.9 of a GPU's."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     attention_backend: str = "auto"

@@ -88,10 +88,14 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    device: str
+    """`cpu` or `cuda`: where the model runs."""
+    exact: bool
+    """Whether a request's bits do not depend on how it is run; always so on a CPU."""
     attention_backend: str
     """Name of the backend, or `auto`: selection knows the machine and says why."""
     kernels: str
-    """`amx`, `avx512`, or `reference` for those of torch."""
+    """`amx`, `avx512`, `triton`, or `reference` for those of torch."""
     graphs: str
     """`replay`, `check` (replay and compare) or `off`."""
     num_threads: int

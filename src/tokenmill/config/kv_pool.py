@@ -29,13 +29,16 @@ def size_pool(
     block_size: int,
     bytes_per_block: int,
     ledger: MemoryLedger,
+    default_fraction: float,
 ) -> PoolSize:
     """Size the pool from what `ledger` leaves.
 
     Raises `MemoryBudgetError` with the amount needed, the amount there is, and the nearest setting
     that fits.
     """
-    num_blocks, setting = _num_blocks(args, step, block_size, bytes_per_block, ledger)
+    num_blocks, setting = _num_blocks(
+        args, step, block_size, bytes_per_block, ledger, default_fraction
+    )
     if num_blocks < 1:
         raise MemoryBudgetError(
             f"{setting} gives the KV cache no block: one takes {format_bytes(bytes_per_block)},"
@@ -65,7 +68,12 @@ def size_pool(
 
 
 def _num_blocks(
-    args: EngineArgs, step: StepShape, block_size: int, bytes_per_block: int, ledger: MemoryLedger
+    args: EngineArgs,
+    step: StepShape,
+    block_size: int,
+    bytes_per_block: int,
+    ledger: MemoryLedger,
+    default_fraction: float,
 ) -> tuple[int, str]:
     """Blocks beside the null block, and the setting that says so."""
     if ledger.left <= 0:
@@ -82,6 +90,8 @@ def _num_blocks(
         num_bytes = at_least("kv_cache_memory_bytes", args.kv_cache_memory_bytes, 1)
         return num_bytes // bytes_per_block - 1, f"kv_cache_memory_bytes={num_bytes}"
     fraction = args.kv_cache_memory_fraction
+    if fraction is None:
+        fraction = default_fraction
     if not 0 < fraction <= 1:
         raise ConfigError(f"kv_cache_memory_fraction={fraction} must lie in (0, 1].")
     useful = step.max_num_seqs * -(-step.max_model_len // block_size)

@@ -16,6 +16,19 @@ _UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
+class Accelerator:
+    """A GPU."""
+
+    name: str
+    capability: tuple[int, int]
+    """CUDA compute capability, such as (9, 0)."""
+    total_memory: int
+    """Bytes."""
+    available_memory: int
+    """Bytes that nobody has taken yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Processors and memory at hand."""
 
@@ -27,10 +40,13 @@ class Machine:
     """Bytes that can be taken now without swapping or meeting the container's limit."""
     isa: str = "reference"
     """What the kernels run on: `amx` or `avx512` for the native ones, `reference` for torch's."""
+    accelerator: Accelerator | None = None
+    no_accelerator: str = "none was looked for"
+    """Why there is none."""
 
 
 def read_machine(root: Path = Path("/"), *, isa: str = "reference") -> Machine:
-    """Look at the machine, now; `isa` is what the kernels have found."""
+    """Look at the machine, now; `isa` is what the kernels have found. GPUs are not looked for."""
     total, available = _system_memory(root)
     for directory in _cgroups(root, "memory"):
         limit, used = _memory_limit(directory)

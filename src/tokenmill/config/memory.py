@@ -19,6 +19,8 @@ from tokenmill.config.machine import Machine
 from tokenmill.config.parameters import ModelParameters
 
 RESERVE_BYTES = 512 << 20
+GPU_RESERVE_BYTES = 1 << 30
+"""The driver's context, libraries' workspaces, recorded steps, the allocator's slack."""
 _SLAB_ROWS = 64
 """Log-probabilities of prompts are made in slabs of so many rows."""
 _LOGITS_COPIES = 4
@@ -86,13 +88,19 @@ def empty_ledger(
     weights: Weights,
     parameters: ModelParameters,
     step: StepShape,
+    device: str,
 ) -> MemoryLedger:
-    """What is taken before the KV pool is sized."""
+    """What is taken of the device's memory before the KV pool is sized."""
+    if device == "cpu":
+        available, reserve = machine.available_memory, RESERVE_BYTES
+    else:
+        assert machine.accelerator is not None
+        available, reserve = machine.accelerator.available_memory, GPU_RESERVE_BYTES
     return MemoryLedger(
-        available=machine.available_memory,
+        available=available,
         weights=weights.num_bytes,
         workspace=workspace_bytes(parameters, step),
-        reserve=RESERVE_BYTES,
+        reserve=reserve,
         kv_pool=0,
         kv_tokens=0,
     )
@@ -115,8 +123,9 @@ def summary(config: EngineConfig) -> str:
     """One line on an engine for its user."""
     model, ledger = config.model, config.ledger
     threads = "1 thread" if config.num_threads == 1 else f"{config.num_threads} threads"
+    place = threads if config.device == "cpu" else "on the GPU"
     return (
-        f"{model.name}: {model.dtype}, {config.kernels} kernels, {threads};"
+        f"{model.name}: {model.dtype}, {config.kernels} kernels, {place};"
         f" context {model.max_model_len:,} tokens, KV cache {ledger.kv_tokens:,} tokens"
         f" ({format_bytes(ledger.kv_pool)} of {format_bytes(ledger.available)})"
     )

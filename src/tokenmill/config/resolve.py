@@ -12,6 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tokenmill.config.device import (
+    DEFAULTS,
+    NATIVE_KERNELS,
+    DeviceDefaults,
+    choose_device,
+    choose_exact,
+    choose_kernels,
+    flops_per_second,
+)
 from tokenmill.config.dtypes import canonical_dtype
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import (
@@ -21,7 +30,7 @@ from tokenmill.config.engine_config import (
     Reason,
     SchedulerConfig,
 )
-from tokenmill.config.kv_pool import size_pool
+from tokenmill.config.kv_pool import PoolSize, size_pool
 from tokenmill.config.machine import Machine
 from tokenmill.config.memory import StepShape, Weights, empty_ledger, kv_bytes_per_token
 from tokenmill.config.parameters import ModelParameters, at_least, read_parameters
@@ -34,13 +43,9 @@ logger = logging.getLogger(__name__)
 POLICIES = ("fcfs", "priority")
 DEFAULT_BLOCK_SIZE = 32
 MAX_BLOCK_SIZE = 256
-DEFAULT_MAX_NUM_SEQS = 128
 STEP_SECONDS = 0.1
 """A step should stay under this, so that the others' tokens keep flowing beside a long prompt."""
-FLOPS_PER_CPU = {"amx": 0.4e12, "avx512": 0.1e12, "reference": 0.1e12}
-"""What a processor computes, roughly, by instruction set; only sizes the default token budget."""
 MIN_BUDGET = 64
-MAX_BUDGET = 2_048
 
 
 _BESIDE_ROPE_SCALING = {"rope_theta", "partial_rotary_factor"}
@@ -75,38 +80,41 @@ def resolve(
     choices = _Choices()
     hf_config = apply_overrides(config, args.hf_overrides)
     parameters = read_parameters(hf_config)
-    dtype = _dtype(args, choices)
+    device = _device(args, machine, choices)
+    defaults = DEFAULTS[device]
+    dtype = _dtype(args, device, choices)
     block_size = _block_size(args, choices)
     num_threads = _num_threads(args, machine, choices)
     max_model_len = _max_model_len(args, parameters, choices)
-    kernels = machine.isa if dtype == "bfloat16" else "reference"
-    flops = FLOPS_PER_CPU[kernels] * num_threads
-    weights = Weights(tensor_shapes, tensor_formats, dtype, keeps_blocks=kernels != "reference")
-    budget = _token_budget(args, weights, parameters, flops, choices)
-    step = StepShape(_max_num_seqs(args, budget, choices), budget, max_model_len)
+    kernels = choose_kernels(device, dtype, machine)
+    weights = Weights(tensor_shapes, tensor_formats, dtype, keeps_blocks=kernels in NATIVE_KERNELS)
+    flops = flops_per_second(kernels, num_threads)
+    budget = _token_budget(args, weights, parameters, flops, defaults, choices)
+    step = StepShape(_max_num_seqs(args, budget, defaults, choices), budget, max_model_len)
     pool = size_pool(
         args,
         step,
         block_size=block_size,
         bytes_per_block=block_size * kv_bytes_per_token(parameters, dtype),
-        ledger=empty_ledger(machine, weights, parameters, step),
+        ledger=empty_ledger(machine, weights, parameters, step, device),
+        default_fraction=defaults.kv_cache_memory_fraction,
     )
-    if pool.max_model_len < max_model_len:
-        max_model_len = choices.choose(
-            "max_model_len", pool.max_model_len, "what the KV cache holds"
-        )
+    max_model_len = _what_fits(max_model_len, pool, choices)
+    model = ModelConfig(
+        name=args.model,
+        path=path,
+        architecture=parameters.architecture,
+        hf_config=hf_config,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        vocab_size=parameters.vocab_size,
+    )
     return EngineConfig(
-        model=ModelConfig(
-            name=args.model,
-            path=path,
-            architecture=parameters.architecture,
-            hf_config=hf_config,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            vocab_size=parameters.vocab_size,
-        ),
+        model=model,
         cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching),
-        scheduler=_scheduler(args, step.max_num_seqs, budget, max_model_len),
+        scheduler=_scheduler(args, step.max_num_seqs, budget, max_model_len, defaults),
+        device=device,
+        exact=choose_exact(args, device),
         attention_backend=args.attention_backend,
         kernels=kernels,
         graphs=_graphs(args),
@@ -145,11 +153,12 @@ def _with_rope_overrides(merged: dict[str, Any], overrides: Mapping[str, Any]) -
     return {**merged, "rope_parameters": {key: rope[key] for key in rope if key in kept}}
 
 
-def _dtype(args: EngineArgs, choices: _Choices) -> str:
+def _dtype(args: EngineArgs, device: str, choices: _Choices) -> str:
     if args.dtype != "auto":
         return canonical_dtype(args.dtype)
+    place = "a CPU" if device == "cpu" else "a GPU"
     return choices.choose(
-        "dtype", "bfloat16", "half the bytes of float32, and the fastest type on a CPU"
+        "dtype", "bfloat16", f"half the bytes of float32, and the fastest type on {place}"
     )
 
 
@@ -197,11 +206,18 @@ def _max_model_len(args: EngineArgs, parameters: ModelParameters, choices: _Choi
     return wanted
 
 
+def _what_fits(max_model_len: int, pool: PoolSize, choices: _Choices) -> int:
+    if pool.max_model_len == max_model_len:
+        return max_model_len
+    return choices.choose("max_model_len", pool.max_model_len, "what the KV cache holds")
+
+
 def _token_budget(
     args: EngineArgs,
     weights: Weights,
     parameters: ModelParameters,
     flops: float,
+    defaults: DeviceDefaults,
     choices: _Choices,
 ) -> int:
     """Tokens of a step, for a machine that computes `flops` a second."""
@@ -216,7 +232,9 @@ def _token_budget(
     else:
         per_token = 2 * max(weights.num_values - parameters.vocab_size * parameters.hidden_size, 1)
         fitting = int(STEP_SECONDS * flops / per_token) // 32 * 32
-        budget = max(min(fitting, MAX_BUDGET), MIN_BUDGET, args.max_num_seqs or 0)
+        budget = max(
+            min(fitting, defaults.max_num_batched_tokens), MIN_BUDGET, args.max_num_seqs or 0
+        )
         budget = choices.choose(
             "max_num_batched_tokens", budget, f"a step takes about {STEP_SECONDS * 1e3:.0f} ms"
         )
@@ -231,11 +249,13 @@ def _token_budget(
     return budget
 
 
-def _max_num_seqs(args: EngineArgs, budget: int, choices: _Choices) -> int:
+def _max_num_seqs(
+    args: EngineArgs, budget: int, defaults: DeviceDefaults, choices: _Choices
+) -> int:
     if args.max_num_seqs is not None:
         return at_least("max_num_seqs", args.max_num_seqs, 1)
     return choices.choose(
-        "max_num_seqs", min(DEFAULT_MAX_NUM_SEQS, budget), "each takes a token of a step"
+        "max_num_seqs", min(defaults.max_num_seqs, budget), "each takes a token of a step"
     )
 
 
@@ -247,9 +267,21 @@ def _graphs(args: EngineArgs) -> str:
     return "check" if args.check_graphs else "replay"
 
 
+def _device(args: EngineArgs, machine: Machine, choices: _Choices) -> str:
+    device, why = choose_device(args, machine)
+    return device if why is None else choices.choose("device", device, why)
+
+
 def _scheduler(
-    args: EngineArgs, max_num_seqs: int, budget: int, max_model_len: int
+    args: EngineArgs,
+    max_num_seqs: int,
+    budget: int,
+    max_model_len: int,
+    defaults: DeviceDefaults,
 ) -> SchedulerConfig:
+    ahead = args.async_scheduling
+    if ahead is None:
+        ahead = defaults.async_scheduling
     if args.scheduling_policy not in POLICIES:
         raise ConfigError(
             f"scheduling_policy={args.scheduling_policy!r} is not one of: {', '.join(POLICIES)}."
@@ -268,5 +300,5 @@ def _scheduler(
         long_prefill_token_threshold=threshold,
         enable_chunked_prefill=args.enable_chunked_prefill,
         policy=args.scheduling_policy,
-        max_steps_in_flight=2 if args.async_scheduling else 1,
+        max_steps_in_flight=2 if ahead else 1,
     )

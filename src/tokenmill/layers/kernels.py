@@ -16,6 +16,13 @@ from tokenmill.layers.plain import PlainKernels
 class LayerKernels(Protocol):
     """What layers are made of, in one arithmetic."""
 
+    device: torch.device
+    """Where parameters and activations lie."""
+
+    def empty(self, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for activations [num_rows, size]."""
+        ...
+
     def linear_method(
         self, out_features: int, in_features: int, dtype: torch.dtype
     ) -> LinearMethod:

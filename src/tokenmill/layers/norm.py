@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from tokenmill.kernels import arena
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
@@ -34,9 +33,7 @@ class RMSNorm(nn.Module):
         self.weight = empty_parameter(hidden_size, dtype=torch.float32)
         self.eps = eps
         self.kernels = kernels
-        self.empty_out = empty_out or (
-            lambda num_rows: arena.empty(num_rows, hidden_size, dtype=dtype)
-        )
+        self.empty_out = empty_out or (lambda num_rows: kernels.empty(num_rows, hidden_size, dtype))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield parameter_slot(f"{prefix}.weight", self.weight)

@@ -92,6 +92,11 @@ class PackedLinearMethod:
 class NativeKernels:
     """The kernels of a layer, compiled; activations are bfloat16, the residual float32."""
 
+    device = torch.device("cpu")
+
+    def empty(self, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return arena.empty(num_rows, size, dtype=dtype)
+
     def linear_method(
         self, out_features: int, in_features: int, dtype: torch.dtype
     ) -> PackedLinearMethod:

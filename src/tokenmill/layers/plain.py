@@ -24,7 +24,7 @@ class PlainLinearMethod(nn.Module):
         return parameter_slot(name, self.weight[rows])
 
     def empty_input(self, num_rows: int) -> torch.Tensor:
-        return torch.empty(num_rows, self.weight.shape[1], dtype=self.weight.dtype)
+        return self.weight.new_empty(num_rows, self.weight.shape[1])
 
     def project(
         self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype
@@ -41,6 +41,13 @@ class PlainLinearMethod(nn.Module):
 
 class PlainKernels:
     """Every kernel of a layer in torch."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device` is the CPU by default."""
+        self.device = device or torch.device("cpu")
+
+    def empty(self, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, size, dtype=dtype, device=self.device)
 
     def linear_method(
         self, out_features: int, in_features: int, dtype: torch.dtype

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tokenmill.layers.attention import Attention
+from tokenmill.layers.kernels import LayerKernels
 
 IntermediateTensors = dict[str, torch.Tensor]
 """What one pipeline rank hands to the next, by name."""
@@ -46,7 +47,15 @@ class CausalLMClass(Protocol):
     """How the loader makes a model: every family's class is called like this."""
 
     def __call__(
-        self, hf_config: Mapping[str, Any], *, dtype: torch.dtype, max_model_len: int
+        self,
+        hf_config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        max_model_len: int,
+        kernels: LayerKernels | None = None,
     ) -> CausalLM:
-        """Allocate the model's parameters. Raises `ConfigError` for a config it cannot serve."""
+        """Allocate the model's parameters; `kernels` are the best of the CPU by default.
+
+        Raises `ConfigError` for a config it cannot serve.
+        """
         ...

@@ -15,6 +15,7 @@ from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import ModelConfig
 from tokenmill.config.parameters import read_parameters
 from tokenmill.errors import CheckpointError
+from tokenmill.layers.kernels import LayerKernels, layer_kernels
 from tokenmill.layers.weights import HasWeights, WeightSlot
 from tokenmill.models.base import CausalLM
 from tokenmill.models.registry import get_model_class
@@ -36,22 +37,25 @@ def load_model(
     model_config: ModelConfig,
     checkpoint: Checkpoint,
     on_progress: Progress = lambda done, total: None,
+    *,
+    kernels: LayerKernels | None = None,
 ) -> CausalLM:
-    """Build the model on the CPU and fill it, in evaluation mode and without gradients.
+    """Build the model and fill it, in evaluation mode and without gradients.
 
-    Memory holds the weights once, and one tensor more while it is converted. Raises
-    `CheckpointError` that lists every tensor which is missing, unexpected or of a wrong shape, and
+    It lies on the device of its `kernels` (by default the best of the CPU). Memory holds the
+    weights once, and one tensor more while it is converted. Raises `CheckpointError` that lists every tensor which is missing, unexpected or of a wrong shape, and
     `ConfigError` for a config that the model's family cannot serve.
     """
     hf_config = {
         **model_config.hf_config,
         "tie_word_embeddings": _has_tied_head(model_config.hf_config, checkpoint),
     }
-    model = get_model_class(model_config.architecture)(
-        hf_config,
-        dtype=getattr(torch, model_config.dtype),
-        max_model_len=model_config.max_model_len,
-    )
+    dtype = getattr(torch, model_config.dtype)
+    kernels = kernels or layer_kernels(dtype)
+    with kernels.device:
+        model = get_model_class(model_config.architecture)(
+            hf_config, dtype=dtype, max_model_len=model_config.max_model_len, kernels=kernels
+        )
     assert isinstance(model, nn.Module)
     slots = _weight_slots(model)
     skipped = {HEAD} if hf_config["tie_word_embeddings"] else set()

@@ -49,6 +49,8 @@ class InputBatch:
     """[num_reqs]"""
     num_computed_tokens: IntArray
     """[num_reqs], before this step"""
+    generations: IntArray
+    """[num_reqs], of the rows"""
     logits_indices: IntArray
     """[num_logits], in order of requests"""
     logits_start: IntArray
@@ -136,6 +138,37 @@ class BatchTensors:
     """One for each KV cache group, int64 [num_tokens]; -1 where padding writes nowhere."""
 
 
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Which sampled tokens the requests of a batch keep, and where these go."""
+
+    counts: IntArray
+    """[num_reqs]"""
+    num_computed: IntArray
+    """[num_reqs], tokens whose KV is in the cache then; one more token is known of who gained"""
+    entries: IntArray
+    """[num_new], which of the samples"""
+    rows: IntArray
+    """[num_new]"""
+    generations: IntArray
+    """[num_new], of the rows"""
+    positions: IntArray
+    """[num_new]"""
+
+    @classmethod
+    def of(cls, batch: InputBatch, counts: IntArray) -> NewTokens:
+        """Of a batch whose requests gain so many tokens."""
+        entries = runs(batch.sampled_start, counts)
+        return cls(
+            counts=counts,
+            num_computed=batch.seq_lens - batch.num_sampled + counts,
+            entries=entries,
+            rows=np.repeat(batch.rows, counts),
+            generations=np.repeat(batch.generations, counts),
+            positions=batch.sampled_positions[entries],
+        )
+
+
 def gather_batch(plan: SchedulerOutput, table: RowTable) -> InputBatch:
     """The batch of a plan with at least one request."""
     rows = np.array(plan.rows, np.int64)
@@ -154,6 +187,7 @@ def gather_batch(plan: SchedulerOutput, table: RowTable) -> InputBatch:
         rows=rows,
         num_scheduled_tokens=counts,
         num_computed_tokens=num_computed,
+        generations=table.generations[rows],
         logits_indices=runs(query_ends - num_logits, num_logits),
         logits_start=np.concatenate(([0], np.cumsum(num_logits))),
         num_sampled=num_sampled,

@@ -42,6 +42,7 @@ from tokenmill.worker.batch import (
     BatchTensors,
     InputBatch,
     IntArray,
+    NewTokens,
     gather_batch,
     runs,
 )
@@ -109,34 +110,6 @@ class ExecuteModelState:
     """Places in the batch of requests whose prompt logits are not finite."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Which sampled tokens the requests of a batch keep, and where these go."""
-
-    counts: IntArray
-    """[num_reqs]"""
-    num_computed: IntArray
-    """[num_reqs], tokens whose KV is in the cache then; one more token is known of who gained"""
-    entries: IntArray
-    """[num_new], which of the samples"""
-    rows: IntArray
-    """[num_new]"""
-    positions: IntArray
-    """[num_new]"""
-
-    @classmethod
-    def of(cls, batch: InputBatch, counts: IntArray) -> NewTokens:
-        """Of a batch whose requests gain so many tokens."""
-        entries = runs(batch.sampled_start, counts)
-        return cls(
-            counts=counts,
-            num_computed=batch.seq_lens - batch.num_sampled + counts,
-            entries=entries,
-            rows=np.repeat(batch.rows, counts),
-            positions=batch.sampled_positions[entries],
-        )
-
-
 class ModelRunner:
     """Runs one model's steps. Knows rows and plans, not why they were made.
 
@@ -157,7 +130,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._attention_groups = attention_groups
-        self._limits = limits
+        self.limits = limits
         self._inputs = inputs or HostInputs(
             RowTable(
                 limits.max_num_seqs,
@@ -180,14 +153,14 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, record: Recorder) -> None:
         """Have the forward pass recorded, on the buffers that steps are prepared in."""
-        self._forward_pass = record(self._model, self._limits.largest_step, self._blank_step)
+        self._forward_pass = record(self._model, self.limits.largest_step, self._blank_step)
 
     @torch.inference_mode()
     def run_blank(self, shape: BatchShape) -> None:
         """Compute a step of that size that touches no request, to see what memory it takes."""
         tensors, attn_metadata = self._blank_step(shape)
         hidden_states = DirectForward(self._model).run(tensors, attn_metadata)
-        num_rows = min(self._limits.logits_slab, self._limits.max_num_seqs, len(hidden_states))
+        num_rows = min(self.limits.logits_slab, self.limits.max_num_seqs, len(hidden_states))
         self._model.compute_logits(hidden_states[:num_rows])
 
     @property
@@ -225,7 +198,7 @@ class ModelRunner:
         samples = self._sample(state, grammar_output)
         num_new_tokens = self._count_new_tokens(state.batch, samples)
         new = NewTokens.of(state.batch, num_new_tokens)
-        self._inputs.write_tokens(samples, new.entries, new.rows, new.positions)
+        self._inputs.write_tokens(samples, new)
         result = self._hand_over(partial(self._finish, state, samples, new))
         self._commit(state.batch, new)
         return result
@@ -265,8 +238,8 @@ class ModelRunner:
         self, hidden_states: torch.Tensor, indices: IntArray
     ) -> Iterator[torch.Tensor]:
         """Logits after the tokens at `indices`, in slabs of at most `logits_slab` rows."""
-        for begin in range(0, len(indices), self._limits.logits_slab):
-            slab = self._inputs.stage(indices[begin : begin + self._limits.logits_slab])
+        for begin in range(0, len(indices), self.limits.logits_slab):
+            slab = self._inputs.stage(indices[begin : begin + self.limits.logits_slab])
             yield self._model.compute_logits(hidden_states[slab])
 
     def _compute_logits(self, hidden_states: torch.Tensor, indices: IntArray) -> torch.Tensor:
@@ -275,7 +248,7 @@ class ModelRunner:
         if len(slabs) == 1:
             return slabs[0]
         if not slabs:
-            return hidden_states.new_empty(0, self._limits.vocab_size, dtype=torch.float32)
+            return hidden_states.new_empty(0, self.limits.vocab_size, dtype=torch.float32)
         return torch.cat(slabs)
 
     def _compute_prompt_logprobs(
@@ -329,7 +302,7 @@ class ModelRunner:
             return GrammarMask()
         place_of = {req_id: place for place, req_id in enumerate(batch.req_ids)}
         places = np.array([place_of[req_id] for req_id in grammar_output.req_ids], np.int64)
-        num_words = -(-self._limits.vocab_size // 32)
+        num_words = -(-self.limits.vocab_size // 32)
         return GrammarMask(
             logits_rows=runs(batch.sampled_start[places], batch.num_sampled[places]),
             bitmask=np.frombuffer(grammar_output.bitmask, "<i4").reshape(-1, num_words),
@@ -361,7 +334,7 @@ class ModelRunner:
             is_good[owners[~sampled.is_valid[new.entries]]] = False
         output = self._make_output(state, sampled, np.where(is_good, new.counts, 0), is_good)
         self.num_bad_logits += len(output.errors)
-        self._inputs.settle_tokens(batch, sampled.token_ids[new.entries], new.rows, new.positions)
+        self._inputs.settle_tokens(sampled.token_ids[new.entries], new)
         gained = np.flatnonzero(is_good & (new.counts > 0))
         output.draft_token_ids = self._drafter.propose(
             [batch.req_ids[place] for place in gained.tolist()],

@@ -46,6 +46,8 @@ class RowTable:
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_drafts = np.zeros(max_num_seqs, np.int64)
+        self.generations = np.zeros(max_num_seqs, np.int64)
+        """How many requests have entered a row: tells whether it is still the one it was."""
         self.block_tables = tuple(
             BlockTable(max_num_seqs, self.max_num_blocks) for _ in range(num_kv_groups)
         )
@@ -76,6 +78,7 @@ class RowTable:
         """Let a request into its row."""
         row = request.row
         self.clear(row)
+        self.generations[row] += 1
         num_tokens = len(request.token_ids)
         self.token_ids[row, :num_tokens] = request.token_ids
         self.num_tokens[row] = num_tokens

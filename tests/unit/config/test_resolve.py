@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.config.machine import Machine
+from tokenmill.config.machine import Accelerator, Machine
 from tokenmill.config.memory import Weights, render, summary
 from tokenmill.config.parameters import read_parameters, rope_parameters
 from tokenmill.config.resolve import resolve
@@ -34,6 +35,11 @@ KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, head size, bf
 
 def machine(*, cpus: int = 2, available: int = 4 * GIB) -> Machine:
     return Machine(num_cpus=cpus, total_memory=24 * GIB, available_memory=available)
+
+
+def gpu_machine(*, free: int = 100 * GIB) -> Machine:
+    gpu = Accelerator("NVIDIA H200", (9, 0), total_memory=140 * GIB, available_memory=free)
+    return dataclasses.replace(machine(), accelerator=gpu)
 
 
 def resolved(
@@ -71,7 +77,7 @@ def test_everything_left_open_is_settled_with_a_reason() -> None:
         ("max_model_len", 5.5, "an integer, or None"),
         ("max_num_seqs", [1], "an integer, or None"),
         ("long_prefill_token_threshold", None, "an integer"),
-        ("kv_cache_memory_fraction", "half", "a number"),
+        ("kv_cache_memory_fraction", "half", "a number, or None"),
         ("enable_prefix_caching", "no", "True or False"),
         ("dtype", None, "a string"),
         ("hf_overrides", "{}", "a dict"),
@@ -313,3 +319,39 @@ def test_block_types_keep_their_codes_on_the_native_kernels_only() -> None:
     assert packed.num_values == plain.num_values == 32 * 64 + 10 * 32 + 7
     assert packed.num_bytes == 64 * 20 + 2 * (10 * 32 + 7)
     assert plain.num_bytes == 2 * plain.num_values
+
+
+def test_a_gpu_is_taken_where_there_is_one() -> None:
+    config = resolved(on=gpu_machine())
+    assert (config.device, config.kernels, config.exact) == ("cuda", "triton", True)
+    assert config.ledger.available == 100 * GIB
+    assert config.scheduler.max_steps_in_flight == 2
+    assert {reason.setting: reason.why for reason in config.reasons}["device"] == "NVIDIA H200"
+    assert "on the GPU" in summary(config)
+
+
+def test_the_cpu_may_be_asked_for_beside_a_gpu() -> None:
+    config = resolved(on=gpu_machine(), device="cpu", exact=False)
+    assert (config.device, config.exact) == ("cpu", True)
+    assert config.ledger.available == 4 * GIB
+    assert config.scheduler.max_steps_in_flight == 1
+
+
+def test_a_gpus_kv_cache_takes_more_of_what_is_left() -> None:
+    on_gpu = resolved(
+        on=gpu_machine(free=4 * GIB), max_num_seqs=10_000, max_num_batched_tokens=10_000
+    )
+    assert on_gpu.ledger.left < 0.11 * (on_gpu.ledger.left + on_gpu.ledger.kv_pool)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"device": "cuda"}, "device='cuda' cannot be used: no driver. Use device='cpu'"),
+        ({"device": "cdua"}, "Did you mean 'cuda'"),
+    ],
+)
+def test_devices_that_are_not_there(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(on=dataclasses.replace(machine(), no_accelerator="no driver"), **settings)
+    assert words in str(caught.value)

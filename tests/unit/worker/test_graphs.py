@@ -61,7 +61,8 @@ class Returns:
 
 def blank_step(shape):
     ids = torch.zeros(shape.num_tokens, dtype=torch.int64)
-    return BatchTensors(shape, ids, ids, ids, ids, (), ()), {}
+    starts = torch.tensor([0, shape.num_tokens])
+    return BatchTensors(shape, ids, ids, starts, ids, (), ()), {}
 
 
 def test_the_check_mode_tells_rows_that_differ():

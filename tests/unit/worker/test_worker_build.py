@@ -16,7 +16,8 @@ from tokenmill.config.machine import read_machine
 from tokenmill.config.resolve import resolve
 from tokenmill.contracts.kv_cache import KVCacheKind
 from tokenmill.layers.attention import Attention
-from tokenmill.worker.build import bind_attention, build_worker, kv_cache_config
+from tokenmill.worker.bind import bind_attention, kv_cache_config
+from tokenmill.worker.build import build_worker
 
 
 class Layers:

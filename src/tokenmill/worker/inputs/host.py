@@ -8,7 +8,7 @@ import torch
 
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.sampling.sampler import Samples
-from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch, IntArray, runs
+from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch, IntArray, NewTokens, runs
 from tokenmill.worker.rows import RowTable
 
 
@@ -61,15 +61,11 @@ class HostInputs:
         """The array itself."""
         return torch.from_numpy(array)
 
-    def write_tokens(
-        self, samples: Samples, entries: IntArray, rows: IntArray, positions: IntArray
-    ) -> None:
-        """Put samples[entries[i]] into rows[i] at positions[i]."""
-        self.rows.token_ids[rows, positions] = samples.to_host().token_ids[entries]
+    def write_tokens(self, samples: Samples, new: NewTokens) -> None:
+        """Put the new tokens into their rows."""
+        self.rows.token_ids[new.rows, new.positions] = samples.to_host().token_ids[new.entries]
 
-    def settle_tokens(
-        self, batch: InputBatch, token_ids: IntArray, rows: IntArray, positions: IntArray
-    ) -> None:
+    def settle_tokens(self, token_ids: IntArray, new: NewTokens) -> None:
         """Nothing is left to tell: the rows are the host's."""
 
     def _map_slots(self, token_rows: IntArray, positions: IntArray) -> None:

@@ -10,7 +10,13 @@ import torch
 
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.sampling.sampler import Samples
-from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch, IntArray
+from tokenmill.worker.batch import (
+    BatchShape,
+    BatchTensors,
+    InputBatch,
+    IntArray,
+    NewTokens,
+)
 from tokenmill.worker.rows import RowTable
 
 
@@ -35,14 +41,10 @@ class StepInputs(Protocol):
         """A host array on the device; not to be kept beyond the step."""
         ...
 
-    def write_tokens(
-        self, samples: Samples, entries: IntArray, rows: IntArray, positions: IntArray
-    ) -> None:
-        """Put samples[entries[i]] into rows[i] at positions[i], for the next step to read."""
+    def write_tokens(self, samples: Samples, new: NewTokens) -> None:
+        """Put the new tokens into their rows, for the next step to read."""
         ...
 
-    def settle_tokens(
-        self, batch: InputBatch, token_ids: IntArray, rows: IntArray, positions: IntArray
-    ) -> None:
+    def settle_tokens(self, token_ids: IntArray, new: NewTokens) -> None:
         """Tell the host's rows of the ids that `write_tokens` wrote, now that they are known."""
         ...

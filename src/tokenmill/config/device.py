@@ -1,0 +1,75 @@
+"""Where the model runs, on which kernels, and what that means for the other settings."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.machine import Machine
+from tokenmill.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+DEVICES = ("auto", "cpu", "cuda")
+NATIVE_KERNELS = ("amx", "avx512")
+FLOPS_PER_CPU = {"amx": 0.4e12, "avx512": 0.1e12, "reference": 0.1e12}
+"""What a processor computes, roughly, by instruction set; only sizes the default token budget."""
+FLOPS_PER_GPU = 4e14
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """Settings that are chosen by device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    """Most tokens of a step, if its time allows so many."""
+    kv_cache_memory_fraction: float
+    async_scheduling: bool
+    exact: bool
+
+
+DEFAULTS = {
+    "cpu": DeviceDefaults(128, 2_048, 0.5, async_scheduling=False, exact=True),
+    "cuda": DeviceDefaults(256, 8_192, 0.9, async_scheduling=True, exact=True),
+}
+
+
+def choose_device(args: EngineArgs, machine: Machine) -> tuple[str, str | None]:
+    """`cpu` or `cuda`, and why if that was left open. Raises `ConfigError`."""
+    if args.device not in DEVICES:
+        raise ConfigError(
+            f"device={args.device!r} is not one of: {', '.join(DEVICES)}."
+            f"{did_you_mean(args.device, DEVICES)}"
+        )
+    gpu = machine.accelerator
+    if args.device == "cuda" and gpu is None:
+        raise ConfigError(
+            f"device='cuda' cannot be used: {machine.no_accelerator}. Use device='cpu'."
+        )
+    if args.device != "auto":
+        return args.device, None
+    return ("cpu", f"no GPU: {machine.no_accelerator}") if gpu is None else ("cuda", gpu.name)
+
+
+def choose_kernels(device: str, dtype: str, machine: Machine) -> str:
+    """The name of the kernels that serve `dtype` there."""
+    if device == "cuda":
+        return "triton"
+    return machine.isa if dtype == "bfloat16" else "reference"
+
+
+def flops_per_second(kernels: str, num_threads: int) -> float:
+    """What the kernels compute, roughly."""
+    return FLOPS_PER_GPU if kernels == "triton" else FLOPS_PER_CPU[kernels] * num_threads
+
+
+def choose_exact(args: EngineArgs, device: str) -> bool:
+    """Whether results may not depend on how requests are run."""
+    if args.exact is None:
+        return DEFAULTS[device].exact
+    if device == "cpu" and not args.exact:
+        logger.info("exact=False has no effect on a CPU: results are exact at no cost.")
+        return True
+    return args.exact

@@ -1,0 +1,83 @@
+"""Attention layers get their backends and their parts of the KV cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import defaultdict
+
+import torch
+
+from tokenmill.attention.backend import AttentionSpec, CacheLimits
+from tokenmill.attention.selection import select_backend
+from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
+from tokenmill.models.base import CausalLM
+from tokenmill.worker.model_runner import AttentionGroup
+
+logger = logging.getLogger(__name__)
+
+
+def kv_cache_config(config: EngineConfig, model: CausalLM) -> KVCacheConfig:
+    """The pool of a model: layers that keep the same of each sequence form a group."""
+    by_spec: defaultdict[KVCacheSpec, list[str]] = defaultdict(list)
+    for name, layer in model.attention_layers().items():
+        by_spec[_kept(layer.kv_cache_spec(config.model.dtype))].append(name)
+    return KVCacheConfig(
+        num_blocks=config.cache.num_blocks,
+        block_size=config.cache.block_size,
+        groups=tuple(KVCacheGroup(tuple(names), spec) for spec, names in by_spec.items()),
+    )
+
+
+def bind_attention(
+    config: EngineConfig,
+    model: CausalLM,
+    cache: KVCacheConfig,
+    device: torch.device | None = None,
+) -> list[AttentionGroup]:
+    """Give every attention layer its backend and its cache; the groups that share metadata.
+
+    The caches lie on `device`, by default the config's.
+    """
+    device = device or torch.device(config.device)
+    layers = model.attention_layers()
+    dtype = getattr(torch, config.model.dtype)
+    groups = []
+    for index, kv_group in enumerate(cache.groups):
+        by_spec: defaultdict[AttentionSpec, list[str]] = defaultdict(list)
+        for name in kv_group.layer_names:
+            spec = layers[name].spec(config.model.dtype, cache.block_size)
+            spec = dataclasses.replace(spec, device=config.device, exact=config.exact)
+            by_spec[spec].append(name)
+        for spec, names in by_spec.items():
+            backend, reasons = select_backend(config.attention_backend, spec)
+            logger.info("attention backend %s (%s)", backend.name, "; ".join(reasons))
+            shape = backend.get_kv_cache_shape(
+                cache.num_blocks, cache.block_size, spec.num_kv_heads, spec.head_size
+            )
+            for name in names:
+                # Not zeroed: pages cost memory only when they are first written, and attention
+                # reads no slot that was not.
+                kv_cache = torch.empty(shape, dtype=dtype, device=device)
+                layers[name].bind(backend.make_impl(spec), kv_cache)
+            builder = backend.make_metadata_builder(spec, _limits(config, cache))
+            groups.append(AttentionGroup(index, tuple(names), builder))
+    return groups
+
+
+def _limits(config: EngineConfig, cache: KVCacheConfig) -> CacheLimits:
+    scheduler = config.scheduler
+    return CacheLimits(
+        num_blocks=cache.num_blocks,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=scheduler.max_model_len,
+    )
+
+
+def _kept(spec: KVCacheSpec) -> KVCacheSpec:
+    """A layer that keeps every token keeps the same with or without a window."""
+    if spec.kind is KVCacheKind.FULL:
+        return dataclasses.replace(spec, sliding_window=None)
+    return spec
