@@ -100,17 +100,8 @@ def resolve(
         default_fraction=defaults.kv_cache_memory_fraction,
     )
     max_model_len = _what_fits(max_model_len, pool, choices)
-    model = ModelConfig(
-        name=args.model,
-        path=path,
-        architecture=parameters.architecture,
-        hf_config=hf_config,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        vocab_size=parameters.vocab_size,
-    )
     return EngineConfig(
-        model=model,
+        model=_model(args, path, hf_config, parameters, dtype, max_model_len),
         cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching),
         scheduler=_scheduler(args, step.max_num_seqs, budget, max_model_len, defaults),
         device=device,
@@ -204,6 +195,25 @@ def _max_model_len(args: EngineArgs, parameters: ModelParameters, choices: _Choi
             f" hf_overrides."
         )
     return wanted
+
+
+def _model(
+    args: EngineArgs,
+    path: str,
+    hf_config: Mapping[str, Any],
+    parameters: ModelParameters,
+    dtype: str,
+    max_model_len: int,
+) -> ModelConfig:
+    return ModelConfig(
+        name=args.model,
+        path=path,
+        architecture=parameters.architecture,
+        hf_config=hf_config,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        vocab_size=parameters.vocab_size,
+    )
 
 
 def _what_fits(max_model_len: int, pool: PoolSize, choices: _Choices) -> int:
