@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from tokenmill.engine import build
+from tokenmill.engine.core_client import DEFAULT_FACTORY
+from tokenmill.engine.daemon_thread import in_daemon_thread
 from tokenmill.engine.engine_stats import EngineStats
+from tokenmill.engine.input_processor import ProcessedInput
 from tokenmill.engine.prompts import Prompt
+from tokenmill.engine.queue_limit import QueueLimit
 from tokenmill.engine.serve_options import ServeOptions
+from tokenmill.engine.served_requests import ServedRequest, ServedRequests
+from tokenmill.engine.supervisor import CoreSupervisor
+from tokenmill.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from tokenmill.outputs import RequestOutput
-from tokenmill.sampling_params import SamplingParams
+from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from tokenmill.checkpoint.checkpoint import Checkpoint
     from tokenmill.config.engine_args import EngineArgs
     from tokenmill.config.engine_config import EngineConfig
-    from tokenmill.engine.build import Progress
+    from tokenmill.engine.build import FrontEnd, Progress
     from tokenmill.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+_LONG_TEXT = 4096
+"""Characters from which on a text is tokenized in another thread."""
+_LONG_PROMPT = 16_384
+"""Ids from which on a prompt is checked in another thread."""
+_NUM_TOKENIZING_THREADS = 2
+_POOLS_IN_QUEUE = 8
+"""The prompts of all requests may have so many times the tokens that the KV cache holds."""
 
 
 class AsyncLLM:
@@ -26,12 +54,39 @@ class AsyncLLM:
             print(output.outputs[0].text, end="")
         await llm.shutdown()
 
-    All methods are called from the one event loop that `start` ran in.
+    A core that dies is replaced, and every stream goes on with the tokens that it would have had.
+    All methods are called from the one event loop that `start` ran in, and that loop's thread must
+    live as long as the engine.
     """
 
-    config: EngineConfig
-    tokenizer: Tokenizer | None
-    default_params: SamplingParams
+    def __init__(
+        self, front_end: FrontEnd, supervisor: CoreSupervisor, options: ServeOptions
+    ) -> None:
+        """Use `start`."""
+        self.config: EngineConfig = front_end.config
+        self.tokenizer: Tokenizer | None = front_end.tokenizer
+        self.default_params: SamplingParams = front_end.default_params
+        self._input_processor = front_end.input_processor
+        self._supervisor = supervisor
+        self._requests = ServedRequests(
+            front_end.output_processor, supervisor, on_end=self._request_ended, on_death=self._died
+        )
+        self._queue = QueueLimit(
+            max_running=self.config.scheduler.max_num_seqs,
+            max_queue=options.max_queue,
+            max_tokens=options.max_queue_tokens
+            or _POOLS_IN_QUEUE * self.config.cache.num_blocks * self.config.cache.block_size,
+        )
+        self._keys = itertools.count()
+        self._tokenizing = ThreadPoolExecutor(
+            _NUM_TOKENIZING_THREADS, thread_name_prefix="tokenmill-tokenizer"
+        )
+        self._refusal: EngineDrainingError | EngineDeadError | None = None
+        """Why no request is taken any more."""
+        self._death: EngineDeadError | None = None
+        self._death_callbacks: list[Callable[[], None]] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @classmethod
     async def start(
@@ -40,16 +95,36 @@ class AsyncLLM:
         *,
         options: ServeOptions | None = None,
         on_progress: Progress | None = None,
+        core_factory: str = DEFAULT_FACTORY,
     ) -> AsyncLLM:
         """Find the model, start the core's process, and wait until it takes requests.
 
-        `on_progress(stage, done, total)` is called with bytes, from any thread. Raises
-        `ModelNotFoundError`, `CheckpointError` or `ConfigError`, or `EngineDeadError` if the core
-        cannot be started for another reason.
-        """
-        raise NotImplementedError
+        `on_progress(stage, done, total)` is called with bytes, from any thread. `core_factory` is
+        `module:function` of what builds the core in its process, as `build.build_core` does.
 
-    def generate(
+        Raises `ModelNotFoundError`, `CheckpointError` or `ConfigError`, or `EngineDeadError` if the
+        core cannot be started for another reason.
+        """
+        options = options or ServeOptions()
+        progress = on_progress or _silent
+        checkpoint = await in_daemon_thread(build.open_model, args, progress)
+        config = await in_daemon_thread(build.settle_config, args, checkpoint)
+        supervisor = CoreSupervisor(
+            args, config, options, on_progress=progress, factory=core_factory
+        )
+        try:
+            supervisor.spawn()
+            front_end = await in_daemon_thread(_build_front_end, args, checkpoint, config)
+            llm = cls(front_end, supervisor, options)
+            await supervisor.start(llm._requests)
+        except BaseException:
+            await supervisor.stop()
+            raise
+        return llm
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    async def generate(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -60,7 +135,7 @@ class AsyncLLM:
         deadline: float | None = None,
         stream: bool = True,
         delta: bool = False,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one prompt; the last one has `finished`.
 
         With `stream` an item comes whenever a sequence has news, with all it has so far, or with
@@ -75,52 +150,198 @@ class AsyncLLM:
         passes with `abort`; in both cases the sequence's `error` says why.
 
         Raises, before the first item: `InvalidRequestError`, `QueueFullError`,
-        `EngineDrainingError`; at any time: `EngineDeadError`.
+        `EngineDrainingError`; at any time: `EngineDeadError`, and `GenerationError` if the front
+        end itself fails on the request.
         """
-        raise NotImplementedError
+        expires = None if deadline is None else asyncio.get_running_loop().time() + deadline
+        params = _with_output_kind(params, stream=stream, delta=delta)
+        source = await self._admit(_with_salt(prompt, cache_salt), params, priority)
+        request = self._requests.add(source, request_id, expires=expires)
+        try:
+            while True:
+                output = await request.stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._requests.forget(request)
 
     async def abort(self, request_id: str) -> None:
         """End all requests with this id: their streams end with `finish_reason` `abort`."""
-        raise NotImplementedError
+        for request in self._requests.with_id(request_id):
+            self._requests.abort(request, "The request was aborted.")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; a long one is tokenized in another thread.
 
         Raises `InvalidRequestError` if the text is not valid Unicode, or there is no tokenizer.
         """
-        raise NotImplementedError
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "the engine has no tokenizer (skip_tokenizer_init); give token ids.",
+                parameter="prompt",
+            )
+
+        def encode() -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return await self._run(encode, elsewhere=len(text) > _LONG_TEXT)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False if requests are running, then nothing changes.
 
-        Raises `EngineDeadError` if the core dies over it.
+        Raises `EngineDeadError` if the core dies over it, or is dead.
         """
-        raise NotImplementedError
+        if self._death is not None:
+            raise self._death
+        client = self._supervisor.client
+        if client is None or not self._supervisor.is_serving:
+            return True  # the next core starts with an empty cache
+        done = client.reset_prefix_cache()
+        self._supervisor.after_send()
+        return await asyncio.wrap_future(done)
+
+    # ---- the engine as a whole --------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
         """The engine in numbers, from the core's latest message: asks nobody."""
-        raise NotImplementedError
+        return self._requests.stats.snapshot(self._requests.num_unfinished)
+
+    @property
+    def core_pid(self) -> int | None:
+        """The core's process; None while there is none."""
+        client = self._supervisor.client
+        return None if client is None else client.pid
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken and computed now."""
-        raise NotImplementedError
+        return self._refusal is None and self.is_healthy
 
     @property
     def is_healthy(self) -> bool:
         """Whether the core lives, shows it, and gets on."""
-        raise NotImplementedError
+        return self._supervisor.is_healthy
 
     def on_death(self, callback: Callable[[], None]) -> None:
         """Call back, in the event loop, once the core has failed too often to be started again."""
-        raise NotImplementedError
+        if self._death is not None:
+            asyncio.get_running_loop().call_soon(callback)
+        self._death_callbacks.append(callback)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new request, and wait until all have ended; False if `timeout` seconds were not
         enough.
         """
-        raise NotImplementedError
+        self._refuse(EngineDrainingError("The server is shutting down and takes no new requests."))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        return self._idle.is_set()
 
     async def shutdown(self) -> None:
         """Abort what still runs and end the core; may be called twice."""
-        raise NotImplementedError
+        self._refuse(EngineDeadError("The engine was shut down."))
+        self._requests.abort_all("The server was shut down.")
+        await self._supervisor.stop()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    async def _admit(self, prompt: Prompt, params: SamplingParams, priority: int) -> ProcessedInput:
+        """Process a prompt for which there is room; the room is taken."""
+        self._check_open()
+        num_sequences = params.n
+        try:
+            self._queue.enter(num_sequences)
+        except QueueFullError:
+            self._requests.stats.num_refused += 1
+            raise
+        self._idle.clear()
+        try:
+            source = await self._process(prompt, params, priority)
+            self._check_open()
+            self._queue.enter_tokens(len(source.prompt_token_ids) * num_sequences)
+        except BaseException as error:
+            self._requests.stats.num_refused += isinstance(error, QueueFullError)
+            self._leave_queue(num_sequences, 0)
+            raise
+        return source
+
+    async def _process(
+        self, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> ProcessedInput:
+        key = str(next(self._keys))
+
+        def process() -> ProcessedInput:
+            return self._input_processor.process(key, prompt, params, priority=priority)
+
+        return await self._run(process, elsewhere=_is_long(prompt))
+
+    async def _run(self, call: Callable[[], T], *, elsewhere: bool) -> T:
+        """What `call` returns; `elsewhere` keeps it from holding up the event loop."""
+        if elsewhere:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, call)
+        return call()
+
+    def _check_open(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _refuse(self, error: EngineDrainingError | EngineDeadError) -> None:
+        """Take no request from now on; a dead engine stays dead."""
+        if not isinstance(self._refusal, EngineDeadError):
+            self._refusal = error
+
+    def _request_ended(self, request: ServedRequest) -> None:
+        self._leave_queue(request.num_sequences, request.num_prompt_tokens)
+        self._queue.record_end(request.num_sequences)
+
+    def _leave_queue(self, num_sequences: int, num_tokens: int) -> None:
+        self._queue.leave(num_sequences, num_tokens)
+        if self._queue.is_empty:
+            self._idle.set()
+
+    def _died(self, error: EngineDeadError) -> None:
+        self._refuse(error)
+        self._death = error
+        for callback in self._death_callbacks:
+            callback()
+
+
+def _build_front_end(args: EngineArgs, checkpoint: Checkpoint, config: EngineConfig) -> FrontEnd:
+    tokenizer = build.read_tokenizer(args, checkpoint)
+    front_end = build.build_front_end(args, checkpoint, config, tokenizer)
+    checkpoint.close()
+    return front_end
+
+
+def _with_output_kind(params: SamplingParams, *, stream: bool, delta: bool) -> SamplingParams:
+    kind = RequestOutputKind.FINAL_ONLY
+    if stream:
+        kind = RequestOutputKind.DELTA if delta else RequestOutputKind.CUMULATIVE
+    return params if params.output_kind is kind else params.replace(output_kind=kind)
+
+
+def _with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    if cache_salt is None:
+        return prompt
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "cache_salt": cache_salt}
+    if isinstance(prompt, Mapping):
+        return {**prompt, "cache_salt": cache_salt}  # type: ignore[return-value,misc,unused-ignore]
+    return {"prompt_token_ids": prompt, "cache_salt": cache_salt}
+
+
+def _is_long(prompt: Any) -> bool:
+    """Whether processing this prompt, whatever its form, would hold up an event loop."""
+    if isinstance(prompt, Mapping):
+        ids = prompt.get("prompt_token_ids")
+        return _is_long(prompt.get("prompt") if ids is None else ids)
+    if isinstance(prompt, str):
+        return len(prompt) > _LONG_TEXT
+    return isinstance(prompt, list | tuple) and len(prompt) > _LONG_PROMPT
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    """Report progress to nobody."""

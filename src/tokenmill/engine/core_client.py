@@ -177,9 +177,8 @@ class ProcessClient:
             return f"was killed by signal {-status}"
 
     def kill(self) -> None:
-        """End the process at once, whatever it does."""
+        """End the process, whatever it does; returns before it has ended."""
         self._process.kill()
-        self._process.wait()
 
     def close(self) -> None:
         """Kill the process if it still runs, and free everything; may be called twice."""
@@ -187,6 +186,7 @@ class ProcessClient:
             return
         self._closed = True
         self.kill()
+        self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
         for reset in self._resets:

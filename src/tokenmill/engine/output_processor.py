@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tokenmill.contracts.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -59,6 +61,7 @@ class _Sequence:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self._num_tokens_sent = 0
+        self._num_preemptions_before = 0
         self._prompt_logprobs_sent = False
 
     def update(self, output: EngineCoreOutput) -> bool:
@@ -69,9 +72,10 @@ class _Sequence:
         if output.new_token_ids:
             self.metrics.first_token_time = self.metrics.first_token_time or now
             self.metrics.last_token_time = now
-        self.metrics.first_scheduled_time = output.first_scheduled_time
-        self.metrics.num_preemptions = output.num_preemptions
-        self.num_cached_tokens = output.num_cached_tokens
+        if self.metrics.first_scheduled_time is None:  # in another core it is scheduled anew
+            self.metrics.first_scheduled_time = output.first_scheduled_time
+            self.num_cached_tokens = output.num_cached_tokens
+        self.metrics.num_preemptions = self._num_preemptions_before + output.num_preemptions
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error = output.error
@@ -88,6 +92,18 @@ class _Sequence:
         stopped_early = self.finish_reason is None
         self.finish_reason, self.stop_reason = FinishReason.STOP, stop_string
         return stopped_early
+
+    def taken_up(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """The request as another core is to take it up: going on after the tokens so far, and
+        without prompt log-probabilities that are there already.
+        """
+        self._num_preemptions_before = self.metrics.num_preemptions
+        params = request.sampling_params
+        if self.logprobs.prompt_positions is not None:
+            params = params.replace(prompt_logprobs=None)
+        return msgspec.structs.replace(
+            request, sampling_params=params, initial_output_ids=self.detokenizer.token_ids.copy()
+        )
 
     def snapshot(self) -> CompletionOutput:
         """The sequence as the user is to see it now."""
@@ -145,13 +161,26 @@ class OutputProcessor:
         results: list[RequestOutput] = []
         stopped: list[str] = []
         for output in outputs.outputs:
-            sequence = self._sequences.get(output.request_id)
-            if sequence is None:  # aborted meanwhile
-                continue
-            if sequence.update(output):
+            result, has_stopped = self.process_output(output)
+            if has_stopped:
                 stopped.append(output.request_id)
-            results += self._results_of(sequence)
+            if result is not None:
+                results.append(result)
         return results, stopped
+
+    def process_output(self, output: EngineCoreOutput) -> tuple[RequestOutput | None, bool]:
+        """One request's output: what its user gets to see, if anything, and whether a stop string
+        has ended it before the core knew.
+        """
+        sequence = self._sequences.get(output.request_id)
+        if sequence is None:  # aborted meanwhile
+            return None, False
+        has_stopped = sequence.update(output)
+        return self._result_of(sequence), has_stopped
+
+    def take_up(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """An unfinished request as it is to be given to another core than the one before."""
+        return self._sequences[request.request_id].taken_up(request)
 
     def abort(self, request_ids: Iterable[str]) -> tuple[list[RequestOutput], list[str]]:
         """Forget the users' requests of these ids: their last outputs, and their core ids."""
@@ -163,10 +192,21 @@ class OutputProcessor:
                 core_ids += [sequence.core_id for sequence in running]
                 for sequence in running:
                     sequence.finish_reason = FinishReason.ABORT
-                    results += self._results_of(sequence)
+                    result = self._result_of(sequence)
+                    if result is not None:
+                        results.append(result)
         return results, core_ids
 
-    def _results_of(self, sequence: _Sequence) -> list[RequestOutput]:
+    def forget(self, request_id: str) -> list[str]:
+        """Drop the user's requests of this id without a last output; their core ids."""
+        core_ids: list[str] = []
+        for user in self._by_user_id.pop(request_id, []):
+            core_ids += user.unfinished
+        for core_id in core_ids:
+            del self._sequences[core_id]
+        return core_ids
+
+    def _result_of(self, sequence: _Sequence) -> RequestOutput | None:
         """What the user gets to see after `sequence` has changed."""
         user = sequence.user
         if sequence.finish_reason is not None:
@@ -175,10 +215,10 @@ class OutputProcessor:
             if user.finished:
                 self._forget(user)
         if sequence.kind is RequestOutputKind.FINAL_ONLY:
-            return [self._request_output(user, user.sequences)] if user.finished else []
+            return self._request_output(user, user.sequences) if user.finished else None
         if sequence.finish_reason is None and not sequence.has_news():
-            return []
-        return [self._request_output(user, [sequence])]
+            return None
+        return self._request_output(user, [sequence])
 
     def _request_output(self, user: _UserRequest, shown: list[_Sequence]) -> RequestOutput:
         first = user.sequences[0]

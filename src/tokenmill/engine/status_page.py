@@ -94,6 +94,11 @@ class StatusPage:
         """The front end lives."""
         self._words[_FRONT_BEAT] = time.monotonic_ns()
 
+    @property
+    def core_beat(self) -> int:
+        """When the core last showed that it lives: nanoseconds, monotonic."""
+        return self._words[_CORE_BEAT]
+
     def core_silence(self) -> float:
         """Seconds since the core's last sign of life."""
         return self._age(_CORE_BEAT)
