@@ -1,0 +1,179 @@
+"""How matrix products are cut: segments of the sum, tiles of the result, and who merges them.
+
+The sum along K of every element is cut into segments, by the shape of the weight alone. A segment
+is one chain of matrix instructions from its first value to its last; segments are added in order.
+So the bits of a row do not depend on how many rows there are, although the tiles do:
+
+    few rows    a program a segment, so that a narrow weight is read by the whole card; partial sums
+                go through a workspace, and the last program to arrive adds them, in order
+    many rows   a program walks all segments and adds them in registers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tokenmill.kernels.gpu.launch import cdiv
+
+Instruction = Literal["wgmma", "mma", "fma"]
+"""The matrix instruction: a warpgroup's (64 rows of the first operand) or a warp's (16), or none,
+for float32. They need not round alike, so a product that is to be the same for any number of rows
+keeps to one."""
+
+SEGMENT_MULTIPLE = 128
+"""Segments begin at multiples of the largest step along K, so that no step crosses into another."""
+
+_FEWEST_PROGRAMS = 192
+"""Fewer programs than this leave multiprocessors without work (an H200 has 132)."""
+_SHORTEST_SEGMENT = 512
+_MOST_SEGMENTS = 8
+_COLUMNS_PER_PROGRAM = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """The part of a product that one program computes, and how."""
+
+    block_m: int
+    """Rows of x."""
+    block_n: int
+    """Rows of the weight: columns of the result."""
+    block_k: int
+    """Values along K that are loaded at a time."""
+    num_warps: int
+    num_stages: int
+    """Steps along K that are in flight or in use, each block_k * (block_m + block_n) values."""
+    weight_first: bool
+    """The weight is the first operand of the matrix instruction, of which a warpgroup's takes 64
+    rows: so few rows of x do not leave it idle."""
+    segments_in_grid: bool
+    """A program computes one segment, and not all."""
+    group_m: int = 8
+    """Row tiles that walk the weight together, so that its tiles are still in L2."""
+    use_descriptors: bool = True
+    """Tiles are fetched by the copy engine, where the tensors' alignment allows it."""
+
+    @property
+    def instruction(self) -> Instruction:
+        """What a product of 16-bit values in these tiles computes with, on a Hopper GPU."""
+        first = self.block_n if self.weight_first else self.block_m
+        return "wgmma" if first >= 64 and self.num_warps % 4 == 0 else "mma"
+
+
+WGMMA_TILES: tuple[tuple[int, TileConfig], ...] = (
+    (16, TileConfig(16, 64, 128, 4, 5, weight_first=True, segments_in_grid=True)),
+    (32, TileConfig(32, 64, 128, 4, 4, weight_first=True, segments_in_grid=True)),
+    (64, TileConfig(64, 128, 64, 4, 4, weight_first=True, segments_in_grid=True)),
+    (128, TileConfig(128, 128, 64, 8, 3, weight_first=True, segments_in_grid=True)),
+)
+"""(most rows, tile) from few rows to many."""
+
+WGMMA_LARGE = TileConfig(128, 256, 64, 8, 4, weight_first=False, segments_in_grid=False)
+"""For more rows than the table has."""
+
+MMA_TILES: tuple[tuple[int, TileConfig], ...] = (
+    (16, TileConfig(16, 32, 128, 4, 5, weight_first=False, segments_in_grid=True)),
+    (32, TileConfig(32, 64, 128, 4, 4, weight_first=False, segments_in_grid=True)),
+)
+MMA_LARGE = TileConfig(32, 128, 64, 4, 4, weight_first=False, segments_in_grid=False)
+
+
+FMA_TILES: tuple[tuple[int, TileConfig], ...] = (
+    (16, TileConfig(16, 64, 32, 4, 3, weight_first=False, segments_in_grid=True)),
+)
+FMA_LARGE = TileConfig(64, 64, 32, 8, 3, weight_first=False, segments_in_grid=False)
+"""Of float32: no matrix instruction has its precision."""
+
+
+def choose_tile(num_rows: int, instruction: Instruction = "wgmma") -> TileConfig:
+    """The tile for this many rows, all of one instruction."""
+    tiles, large = {
+        "wgmma": (WGMMA_TILES, WGMMA_LARGE),
+        "mma": (MMA_TILES, MMA_LARGE),
+        "fma": (FMA_TILES, FMA_LARGE),
+    }[instruction]
+    return next((tile for most_rows, tile in tiles if num_rows <= most_rows), large)
+
+
+def choose_segments(num_columns: int, depth: int) -> int:
+    """Into how many segments the sums of a product with a weight [num_columns, depth] are cut.
+
+    Enough for every multiprocessor to read a part of the weight. Part of a result's definition:
+    another number gives other bits.
+    """
+    segments = 1
+    while (
+        segments < _MOST_SEGMENTS
+        and segments * cdiv(num_columns, _COLUMNS_PER_PROGRAM) < _FEWEST_PROGRAMS
+        and depth >= 2 * segments * _SHORTEST_SEGMENT
+    ):
+        segments *= 2
+    return segments
+
+
+def segment_depth(depth: int, num_segments: int) -> int:
+    """Values along K in a segment (in all but the last, which may be shorter)."""
+    return max(1, cdiv(depth, num_segments * SEGMENT_MULTIPLE)) * SEGMENT_MULTIPLE
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPlan:
+    """What a kernel is compiled for."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_segments: int
+    segments_in_grid: bool
+    weight_first: bool
+    by_descriptor: bool
+    is_even: bool
+    """K is a multiple of block_k."""
+
+
+def plan_product(tile: TileConfig, num_segments: int, depth: int, aligned: bool) -> ProductPlan:
+    """The constants of a product; `aligned` tensors can be fetched by the copy engine."""
+    return ProductPlan(
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        block_k=tile.block_k,
+        group_m=tile.group_m,
+        num_segments=num_segments,
+        segments_in_grid=tile.segments_in_grid and num_segments > 1,
+        weight_first=tile.weight_first,
+        by_descriptor=tile.use_descriptors and aligned,
+        is_even=depth % tile.block_k == 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWorkspace:
+    """Where programs leave partial sums for each other; one a stream, as each launch uses it all.
+
+    A launch leaves `arrivals` zero, as it found it.
+    """
+
+    partial: torch.Tensor
+    """float32 [num_values]: tile after tile, its segments one behind the other."""
+    arrivals: torch.Tensor
+    """int32 [num_tiles], zero between launches: how many programs of a tile have written."""
+
+    @classmethod
+    def allocate(
+        cls, device: torch.device | str, num_values: int = 1 << 23, num_tiles: int = 1 << 14
+    ) -> SplitWorkspace:
+        """A workspace that holds every tile the tables choose (32 MiB)."""
+        return cls(
+            torch.empty(num_values, dtype=torch.float32, device=device),
+            torch.zeros(num_tiles, dtype=torch.int32, device=device),
+        )
+
+    def holds(self, num_tiles: int, num_segments: int, tile_values: int) -> bool:
+        """Whether the partial sums of so many tiles find room."""
+        return num_tiles <= len(self.arrivals) and num_tiles * num_segments * tile_values <= len(
+            self.partial
+        )

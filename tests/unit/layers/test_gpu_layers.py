@@ -1,0 +1,143 @@
+"""Layers on the GPU's kernels (interpreted where there is no GPU) compute what torch's do."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.layers.embedding import VocabEmbedding
+from tokenmill.layers.gpu import GpuKernels
+from tokenmill.layers.kernels import LayerKernels
+from tokenmill.layers.linear import Linear
+from tokenmill.layers.mlp import GatedMLP
+from tokenmill.layers.norm import RMSNorm
+from tokenmill.layers.plain import PlainKernels
+from tokenmill.layers.weights import HasWeights
+
+DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def raw(values: torch.Tensor) -> RawTensor:
+    return RawTensor(
+        tuple(values.shape), FORMATS[values.dtype], values.contiguous().view(torch.uint8).view(-1)
+    )
+
+
+def fill(layer: HasWeights, prefix: str, weights: dict[str, torch.Tensor]) -> None:
+    """Load the layer's weights; ones that are missing are drawn and remembered."""
+    for slot in layer.weight_slots(prefix):
+        if slot.name not in weights:
+            weights[slot.name] = (torch.randn(slot.shape) / 8).to(torch.bfloat16)
+        slot.load(raw(weights[slot.name]))
+
+
+def kernels(*, exact: bool = True, most_own_rows: int = 0) -> GpuKernels:
+    return GpuKernels(DEVICE, exact=exact, most_own_rows=most_own_rows)
+
+
+def activations(num_rows: int, size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(num_rows, size).to(dtype).to(DEVICE)
+
+
+def projection(chosen: LayerKernels, bias: bool, weights: dict[str, torch.Tensor]) -> Linear:
+    with chosen.device:
+        layer = Linear(
+            48,
+            {"q_proj": 32, "k_proj": 16},
+            bias=bias,
+            dtype=torch.bfloat16,
+            kernels=chosen,
+        )
+    fill(layer, "attn.qkv_proj", weights)
+    return layer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("exact", "most_own_rows"), [(True, 0), (False, 0), (False, 8)], ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 20])
+def test_a_merged_projection(num_rows: int, exact: bool, most_own_rows: int, bias: bool) -> None:
+    weights: dict[str, torch.Tensor] = {}
+    ours = projection(kernels(exact=exact, most_own_rows=most_own_rows), bias, weights)
+    plain = projection(PlainKernels(DEVICE), bias, weights)
+    assert len(weights) == (4 if bias else 2)
+    x = activations(num_rows, 48)
+    torch.testing.assert_close(ours(x), plain(x), rtol=2**-7, atol=2**-9)
+    assert ours.empty_input(num_rows).shape == x.shape
+    assert ours.empty_input(num_rows).device.type == DEVICE.type
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    """Whoever asks for exactness gets it for every number of rows."""
+    torch.manual_seed(0)
+    layer = projection(kernels(exact=True), True, {})
+    x = activations(40, 48)
+    together = layer(x)
+    for rows in (slice(0, 1), slice(7, 10), slice(20, 40)):
+        assert torch.equal(layer(x[rows]), together[rows])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_embedding_and_its_logits(exact: bool) -> None:
+    weights: dict[str, torch.Tensor] = {}
+    embeddings = []
+    for chosen in (kernels(exact=exact), PlainKernels(DEVICE)):
+        with chosen.device:
+            embedding = VocabEmbedding(70, 32, dtype=torch.bfloat16, kernels=chosen)
+        fill(embedding, "model.embed_tokens", weights)
+        embeddings.append(embedding)
+    ours, plain = embeddings
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.tensor([3, 69, 0, 3], dtype=dtype, device=DEVICE)
+        assert torch.equal(ours(ids), plain(ids))
+    x = activations(5, 32)
+    logits = ours.compute_logits(x)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, plain.compute_logits(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_starts_and_continues_the_stream() -> None:
+    chosen = kernels()
+    weights: dict[str, torch.Tensor] = {}
+    norms = []
+    for each in (chosen, PlainKernels(DEVICE)):
+        with each.device:
+            norm = RMSNorm(48, 1e-5, dtype=torch.bfloat16, kernels=each)
+        fill(norm, "norm", weights)
+        norms.append(norm)
+    ours, plain = norms
+    x = activations(6, 48)
+    out, residual = ours(x)
+    wanted, wanted_residual = plain(x)
+    torch.testing.assert_close(out, wanted, rtol=2**-7, atol=1e-6)
+    assert torch.equal(residual, wanted_residual)
+    out, residual = ours(x, residual)
+    wanted, wanted_residual = plain(x, wanted_residual)
+    torch.testing.assert_close(out, wanted, rtol=2**-7, atol=1e-6)
+    assert torch.equal(residual, wanted_residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gated_block(dtype: torch.dtype) -> None:
+    weights: dict[str, torch.Tensor] = {}
+    blocks = []
+    for chosen in (kernels(), PlainKernels(DEVICE)):
+        with chosen.device:
+            block = GatedMLP(32, 72, bias=False, dtype=dtype, kernels=chosen)
+        fill(block.gate_up_proj, "mlp.gate_up_proj", weights)
+        fill(block.down_proj, "mlp.down_proj", weights)
+        blocks.append(block)
+    ours, plain = blocks
+    x = activations(9, 32, dtype)
+    assert ours(x).dtype == dtype
+    torch.testing.assert_close(ours(x), plain(x), rtol=2**-6, atol=2**-7)
+
+
+def test_room_for_activations() -> None:
+    room = kernels().empty(3, 5, torch.float16)
+    assert room.shape == (3, 5)
+    assert room.dtype == torch.float16
+    assert room.device.type == DEVICE.type
