@@ -51,6 +51,13 @@ class Samples(Protocol):
         ...
 
 
+class DeviceSamples(Samples, Protocol):
+    """Sampled tokens that the next step can read on the device before the host has seen them."""
+
+    token_ids: torch.Tensor
+    """int32 or int64 [n]; arbitrary, but valid ids where the row has no best logit"""
+
+
 class TokenSampler(Protocol):
     """Chooses tokens from logits. Has no state: all randomness comes from seed and position."""
 

@@ -11,20 +11,16 @@ All tables lie in one tensor, so that a plan's differences are one copy and one 
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tokenmill.contracts.plan import SchedulerOutput
-from tokenmill.kernels.gpu.inputs import (
-    commit_tokens,
-    gather_block_table,
-    map_slots,
-    prepare_inputs,
-    write_segments,
-)
-from tokenmill.sampling.gpu import GpuSamples
-from tokenmill.sampling.sampler import Samples
+from tokenmill.kernels.gpu.inputs import gather_block_table, map_slots, prepare_step
+from tokenmill.kernels.gpu.tables import commit_tokens, write_segments
+from tokenmill.sampling.sampler import DeviceSamples, Samples
 from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch, IntArray, NewTokens
 from tokenmill.worker.inputs.staging import Staging
 from tokenmill.worker.rows import RowTable
@@ -116,10 +112,9 @@ class DeviceInputs:
 
     def write_tokens(self, samples: Samples, new: NewTokens) -> None:
         """Put the new tokens into the device's rows, as soon as they are sampled."""
-        assert isinstance(samples, GpuSamples)
         if len(new.entries) == 0:
             return
-        token_ids = samples.token_ids
+        token_ids = cast(DeviceSamples, samples).token_ids
         staged: list[npt.NDArray[np.generic]] = [new.rows.astype(np.int32), new.positions]
         if len(new.entries) == len(token_ids):
             rows, positions = self._staging.stage(staged)
@@ -160,25 +155,25 @@ class DeviceInputs:
         self._step_numbers.copy_(self.stage(numbers))
         tensors = self._tensors(shape)
         rows = self._rows_of_reqs[: shape.num_reqs]
-        prepare_inputs(
+        groups = list(
+            zip(self._block_ids, tensors.slot_mappings, tensors.block_tables, strict=True)
+        )
+        block_ids, slots, block_table = groups[0]
+        prepare_step(
             rows,
             tensors.query_start_loc,
             tensors.seq_lens,
             self._token_ids,
+            block_ids,
             tensors.input_ids,
             tensors.positions,
+            slots,
+            block_table,
+            self.rows.block_size,
         )
-        for slots, block_table, block_ids in zip(
-            tensors.slot_mappings, tensors.block_tables, self._block_ids, strict=True
-        ):
-            map_slots(
-                rows,
-                tensors.query_start_loc,
-                tensors.positions,
-                block_ids,
-                slots,
-                self.rows.block_size,
-            )
+        for block_ids, slots, block_table in groups[1:]:
+            positions, starts = tensors.positions, tensors.query_start_loc
+            map_slots(rows, starts, positions, block_ids, slots, self.rows.block_size)
             gather_block_table(rows, tensors.seq_lens, block_ids, block_table, self.rows.block_size)
 
     def _tensors(self, shape: BatchShape) -> BatchTensors:
