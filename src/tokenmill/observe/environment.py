@@ -1,7 +1,9 @@
 """Every environment variable that tokenmill reads. A value that makes no sense is refused.
 
-Settings of the engine are no environment variables: see `config/engine_args.py`. Libraries read
-variables of their own (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`, pip's `PIP_*`, `NO_COLOR`).
+Settings of the engine and the server are flags: see `config/`. `tokenmill serve` takes each of its
+flags from a variable as well, `TOKENMILL_SERVE_PORT` for `--port`: see
+`entrypoints/cli/serve_sources.py`. Libraries read variables of their own (`HF_HOME`,
+`HF_HUB_OFFLINE`, `HF_TOKEN`, pip's `PIP_*`, `NO_COLOR`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ VARIABLES = {
     "TOKENMILL_CACHE": "Directory of fetched models; an absolute path.",
     "TOKENMILL_ISA": "Instruction set of the kernels: amx, avx512, or reference for torch.",
     "TOKENMILL_LOG_LEVEL": "How much the command line logs: debug, info, warning or error.",
+    "NOTIFY_SOCKET": "Socket of a service manager that `tokenmill serve` tells when it is ready.",
     "XDG_CACHE_HOME": "Parent of the cache directory if TOKENMILL_CACHE is not set.",
 }
 """Name to meaning."""
@@ -59,3 +62,9 @@ def log_level(default: str, environ: Mapping[str, str] = os.environ) -> str:
 def wants_tracebacks(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether errors are shown with their traceback: at log level debug. Raises nothing."""
     return environ.get("TOKENMILL_LOG_LEVEL", "").lower() == "debug"
+
+
+def notify_socket(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Where a service manager wants to be told of changes; None if there is none."""
+    path = environ.get("NOTIFY_SOCKET", "")
+    return path if path.startswith(("/", "@")) else None

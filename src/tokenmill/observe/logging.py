@@ -6,7 +6,10 @@ library tokenmill stays quiet until the host configures logging.
 
 from __future__ import annotations
 
+import json
 import logging
+import traceback
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from tokenmill.observe.environment import log_level
@@ -17,15 +20,39 @@ if TYPE_CHECKING:
 PLAIN_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def configure_logging(console: Console, default_level: str = "warning") -> None:
-    """Send tokenmill's logs to `console`: in colour on a terminal, else one plain line each.
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (RFC 3339), level, logger, message, and what `fields` holds of
+    a record that was logged with `extra={"fields": {...}}`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        values = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info and record.exc_info[1] is not None:
+            values["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
+        return json.dumps(values, default=str)
+
+
+def configure_logging(
+    console: Console, default_level: str = "warning", *, as_json: bool = False
+) -> None:
+    """Send tokenmill's logs to `console`: in colour on a terminal, else one plain line each, or as
+    JSON wherever it goes.
 
     A progress bar on the same console stays in place below the logs. The level is
     `$TOKENMILL_LOG_LEVEL`, else `default_level`; raises `ConfigError` if it is not a level.
     """
     level = log_level(default_level)
     handler: logging.Handler
-    if console.is_terminal:
+    if as_json:
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(JsonFormatter())
+    elif console.is_terminal:
         from rich.logging import RichHandler
 
         handler = RichHandler(console=console, show_path=False, omit_repeated_times=False)

@@ -76,6 +76,12 @@ def sampling_flags(name: str, without: Collection[str]) -> type:
     return _flag_class(name, SamplingParams, dict.fromkeys(names))
 
 
+def option_flags(owner: type) -> type:
+    """A dataclass of all fields of the dataclass `owner`, as flags."""
+    defaults = {each.name: each.default for each in dataclasses.fields(owner)}
+    return _flag_class(f"{owner.__name__}Flags", owner, defaults)
+
+
 def _flag_class(name: str, owner: type, defaults: Mapping[str, Any]) -> type:
     """A dataclass with fields of `owner` (name to default), their types and their texts."""
     hints, docs = get_type_hints(owner), field_docs(owner)

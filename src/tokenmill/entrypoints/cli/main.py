@@ -36,7 +36,11 @@ app = App(
 _HERE = "tokenmill.entrypoints.cli"
 app.command(f"{_HERE}.chat:app", name="chat", help="Talk with a model, or ask it one question.")
 app.command(f"{_HERE}.generate:app", name="generate", help="Continue prompts.")
+app.command(f"{_HERE}.serve:app", name="serve", help="Serve a model over HTTP.")
 app.command(f"{_HERE}.models:app", name="models", help="List, fetch and remove models.")
+app.command(
+    f"{_HERE}.bench:app", name="bench", help="Measure this machine: figures beside their limits."
+)
 app.command(
     f"{_HERE}.collect_env:collect_env",
     name="collect-env",

@@ -1,0 +1,111 @@
+"""What a user may set about the HTTP server: flags of `tokenmill serve`, derived from this class.
+
+The engine behind it has its own settings (`engine_args.py`). None means "off" or "choose for me",
+as each text says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_type_hints
+
+from tokenmill.config.argument_types import of_type
+from tokenmill.errors import ConfigError, did_you_mean, shown
+
+LOG_FORMATS = ("text", "json")
+_AT_LEAST = {
+    "port": 0,
+    "max_body_bytes": 1024,
+    "max_header_bytes": 1024,
+    "max_n": 1,
+    "max_prompts": 1,
+    "request_timeout": 0.001,
+    "body_timeout": 0.001,
+    "drain_timeout": 0.0,
+    "stream_keep_alive": 0.05,
+    "log_stats_interval": 0.0,
+}
+"""Smallest value of a number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeArgs:
+    """Settings of one server. Raises `ConfigError` for a value of another type or out of range."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every address of this machine."""
+    port: int = 8000
+    """TCP port; 0 takes a free one, which the banner names."""
+    uds: str | None = None
+    """Path of a unix socket to listen on in place of host and port."""
+    root_path: str = ""
+    """Prefix that a proxy in front of the server strips from paths."""
+    ssl_certfile: str | None = None
+    """Certificate chain (PEM); with it the server speaks HTTPS."""
+    ssl_keyfile: str | None = None
+    """Key of the certificate (PEM)."""
+    served_model_name: list[str] | None = None
+    """Names under which clients ask for the model; the first is the one in answers. The model's
+    own name unless given."""
+    api_key: list[str] | None = None
+    """Key that requests must bring, as `Authorization: Bearer KEY` or `x-api-key`."""
+    api_key_file: str | None = None
+    """File with further keys, one a line."""
+    isolate_api_keys: bool = False
+    """Share cached prefixes only among requests with the same key."""
+    enable_admin: bool = False
+    """Serve POST /reset_prefix_cache."""
+    allowed_origins: list[str] | None = None
+    """Origins whose pages may call the server from a browser (CORS), such as
+    https://chat.example.org; * is any."""
+    request_timeout: float | None = None
+    """Seconds after which an unfinished request ends with an error; None is never."""
+    body_timeout: float = 60.0
+    """Seconds that a client may take to send a request."""
+    max_body_bytes: int = 33_554_432
+    """Largest request body."""
+    max_header_bytes: int = 65_536
+    """Largest request line and headers, together."""
+    max_n: int = 128
+    """Most sequences (`n`) for one prompt."""
+    max_prompts: int = 512
+    """Most prompts in one completion request."""
+    drain_timeout: float = 30.0
+    """Seconds that requests may take to finish after SIGTERM; a second signal ends them at once."""
+    stream_keep_alive: float = 15.0
+    """Seconds without news after which a stream gets a comment line, so that proxies keep it."""
+    trust_request_chat_template: bool = False
+    """Take `chat_template` from requests."""
+    enable_prompt_tokens_details: bool = False
+    """Tell in `usage` how many prompt tokens came from the prefix cache. Off, since it tells a
+    client what others have asked."""
+    log_requests: bool = False
+    """One line for each request: status, times, tokens; never a prompt or a key."""
+    log_format: str = "text"
+    """text (in colour on a terminal) or json (one object a line)."""
+    log_stats_interval: float = 10.0
+    """Seconds between lines on load and throughput, written while requests run; 0 is never."""
+
+    def __post_init__(self) -> None:
+        for name, annotation in get_type_hints(ServeArgs).items():
+            object.__setattr__(self, name, of_type(name, getattr(self, name), annotation))
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value < 2**53:
+                raise ConfigError(f"{name}={shown(value)} must be at least {least:g}.")
+        if self.port > 65_535:
+            raise ConfigError(f"port={self.port} must be at most 65535.")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(
+                f"log_format={shown(self.log_format)} must be one of: {', '.join(LOG_FORMATS)}."
+                f"{did_you_mean(self.log_format, LOG_FORMATS)}"
+            )
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither.")
+        for name in ("served_model_name", "api_key"):
+            if not all(
+                isinstance(each, str) and each.strip() for each in getattr(self, name) or []
+            ):
+                raise ConfigError(
+                    f"{name} holds something that is no text, or empty; leave it out."
+                )

@@ -1,0 +1,16 @@
+"""The HTTP server: OpenAI's protocol in front of an engine.
+
+    server.py        sockets, signals, start and end
+    app.py           routes and middleware
+    state.py         what all requests share; admission
+    protocol.py      request bodies          replies.py   response bodies
+    body.py          bytes -> a checked request
+    prompts.py       text, ids or messages -> token ids, off the event loop
+    sampling.py      request fields -> SamplingParams
+    generation.py    outputs of one or several prompts, merged; failures
+    completions.py, chat.py, models.py, tokenization.py, health.py, admin.py, pages.py   endpoints
+    sse.py           a stream on the wire: frames, keep-alive, disconnects
+    metrics.py       what Prometheus sees
+
+Nothing here runs per token but `sse.py` and the frame writers of the two streaming endpoints.
+"""

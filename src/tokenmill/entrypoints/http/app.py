@@ -1,0 +1,80 @@
+"""Routes and middleware of one server."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from tokenmill.entrypoints.http import (
+    admin,
+    chat,
+    completions,
+    exposition,
+    health,
+    models,
+    pages,
+    tokenization,
+)
+from tokenmill.entrypoints.http.errors import MethodNotAllowedError, NotFoundError, error_body
+from tokenmill.entrypoints.http.middleware import RequestMiddleware
+from tokenmill.entrypoints.http.openapi import describe
+from tokenmill.entrypoints.http.record import ANSWERED_HEADERS
+from tokenmill.entrypoints.http.state import ServerState, record_of
+from tokenmill.errors import shown
+
+_ROUTERS = (completions, chat, models, tokenization, health, admin, exposition, pages)
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """An ASGI application in front of the state's engine.
+
+    FastAPI routes and describes; bodies are decoded and encoded by msgspec, and pages and errors
+    are our own.
+    """
+    app = FastAPI(
+        title="tokenmill",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.server = state
+    for module in _ROUTERS:
+        app.include_router(module.router)
+    app.openapi = cache(  # type: ignore[method-assign]
+        lambda: describe(app, with_keys=bool(state.keys))
+    )
+    app.add_exception_handler(HTTPException, _routing_error)
+    app.add_middleware(RequestMiddleware, state=state)
+    if state.args.allowed_origins:
+        # Outermost: a browser asks for permission without a key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=state.args.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=list(ANSWERED_HEADERS),
+        )
+    return app
+
+
+async def _routing_error(request: Request, error: Any) -> Response:
+    """What the router finds no route for, in the shape of all errors."""
+    assert isinstance(error, HTTPException)  # registered for this class
+    path = shown(request.url.path)
+    ours: Exception
+    if error.status_code == 405:
+        ours = MethodNotAllowedError(f"{path} does not take {shown(request.method)}.")
+    else:
+        ours = NotFoundError(f"there is no {path}.")
+    record_of(request).code = getattr(ours, "code", None)
+    return Response(
+        error_body(ours),
+        error.status_code,
+        headers=dict(error.headers or {}),
+        media_type="application/json",
+    )

@@ -1,0 +1,279 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
+
+from tokenmill.entrypoints.http.admission import Ticket
+from tokenmill.entrypoints.http.body import Body, read_request
+from tokenmill.entrypoints.http.generation import Generation
+from tokenmill.entrypoints.http.logprobs import (
+    CompletionLogprobsWriter,
+    Position,
+    positions_of,
+    prompt_logprobs_reply,
+)
+from tokenmill.entrypoints.http.openapi import json_body, replies
+from tokenmill.entrypoints.http.progress import timings_of, usage_of
+from tokenmill.entrypoints.http.prompts import as_engine_prompt, completion_prompts
+from tokenmill.entrypoints.http.protocol import CompletionRequest
+from tokenmill.entrypoints.http.record import RequestRecord
+from tokenmill.entrypoints.http.replies import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+)
+from tokenmill.entrypoints.http.sampling import (
+    check_stream,
+    deadline_of,
+    num_listed,
+    salt_of,
+    sampling_params,
+)
+from tokenmill.entrypoints.http.sse import EventStream, JsonAnswer, Write
+from tokenmill.entrypoints.http.state import ServerState, record_of, state_of
+from tokenmill.entrypoints.http.stream import CompletionChunks
+from tokenmill.errors import InvalidRequestError
+from tokenmill.outputs import CompletionOutput, RequestOutput
+from tokenmill.sampling_params import SamplingParams
+
+router = APIRouter(default_response_class=Response)
+
+
+@router.post(
+    "/v1/completions",
+    responses=replies(CompletionReply, stream=True),
+    openapi_extra=json_body(CompletionRequest),
+)
+async def create_completion(request: Request) -> Response:
+    """Continue a prompt, or each of several."""
+    state, record = state_of(request), record_of(request)
+    state.check_open()
+    body = await read_request(request, CompletionRequest)
+    job = CompletionJob(state, record, body)
+    record.stream = job.stream
+    if job.stream:
+        return EventStream(state, record, job.write_stream)
+    return JsonAnswer(state, record, job.reply)
+
+
+class CompletionJob:
+    """One request, checked; raises `InvalidRequestError` or `ModelNotFoundError` when made."""
+
+    def __init__(
+        self, state: ServerState, record: RequestRecord, body: Body[CompletionRequest]
+    ) -> None:
+        fields = body.fields
+        self._state, self._record, self._fields = state, record, fields
+        self._model = state.model_name(fields.model)
+        self._id = f"cmpl-{state.new_name()}"
+        self._created = int(time.time())
+        self._echo = bool(fields.echo)
+        self.stream = bool(fields.stream)
+        check_stream(fields)
+        self.tells_ids = bool(fields.return_token_ids)
+        self._params = completion_params(state, body)
+        self.n = self._params.n
+        self._deadline = deadline_of(fields, state.args)
+        self._salt = salt_of(fields, record.key_name, state.args)
+        self._given = completion_prompts(fields, state.args.max_prompts)
+        self.hides_output = fields.max_tokens == 0
+
+    async def reply(self) -> bytes:
+        """The whole answer as JSON."""
+        ticket = self._enter()
+        try:
+            generation = await self._generation()
+            outputs = await generation.outputs()
+        finally:
+            ticket.release()
+        details = self._state.args.enable_prompt_tokens_details
+        usage = usage_of(generation.progress, details=details)
+        choices = [
+            self._choice(number, output, sequence)
+            for number, output in enumerate(outputs)
+            for sequence in output.outputs
+        ]
+        wants_timings = self._fields.timings or self._fields.timings_per_token
+        return msgspec.json.encode(
+            CompletionReply(
+                id=self._id,
+                created=self._created,
+                model=self._model,
+                choices=choices,
+                usage=usage,
+                timings=timings_of(generation.progress, details=details)
+                if wants_timings
+                else UNSET,
+            )
+        )
+
+    async def write_stream(self, write: Write) -> None:
+        """All chunks."""
+        ticket = self._enter()
+        try:
+            generation = await self._generation()
+            pieces = _Pieces(self, self._chunks(generation))
+            async with aclosing(generation.stream()) as outputs:
+                async for number, output in outputs:
+                    if data := pieces.write(number, output):
+                        await write(data)
+            if usage := pieces.chunks.usage():
+                await write(usage)
+        finally:
+            ticket.release()
+
+    def _chunks(self, generation: Generation) -> CompletionChunks:
+        return CompletionChunks(
+            id=self._id,
+            object="text_completion",
+            created=self._created,
+            model=self._model,
+            fields=self._fields,
+            args=self._state.args,
+            progress=generation.progress,
+        )
+
+    def _enter(self) -> Ticket:
+        name = "n" if len(self._given) == 1 else "prompt"
+        return self._state.admission.enter(len(self._given) * self.n, name)
+
+    async def _generation(self) -> Generation:
+        prompts = [
+            await as_engine_prompt(self._state, prompt, self._fields) for prompt in self._given
+        ]
+        return Generation(
+            self._state,
+            self._record,
+            prompts,
+            self._params,
+            priority=self._fields.priority or 0,
+            cache_salt=self._salt,
+            deadline=self._deadline,
+            hides_output=self.hides_output,
+        )
+
+    def _choice(
+        self, number: int, output: RequestOutput, sequence: CompletionOutput
+    ) -> CompletionChoice:
+        fields = self._fields
+        wants_ids = self.tells_ids
+        wants_prompt = fields.prompt_logprobs is not None and output.prompt_logprobs is not None
+        hidden = self.hides_output
+        return CompletionChoice(
+            index=number * self.n + sequence.index,
+            text=self.echoed(number, output) + ("" if hidden else sequence.text),
+            logprobs=self.logprobs(self.logprobs_writer(), output, sequence, first=True),
+            finish_reason="length" if hidden else sequence.finish_reason,
+            stop_reason=None if hidden else sequence.stop_reason,
+            token_ids=([] if hidden else sequence.token_ids) if wants_ids else UNSET,
+            prompt_token_ids=output.prompt_token_ids if wants_ids else UNSET,
+            prompt_logprobs=prompt_logprobs_reply(output.prompt_logprobs or [])
+            if wants_prompt
+            else UNSET,
+        )
+
+    def echoed(self, number: int, output: RequestOutput) -> str:
+        """The prompt's text, if the answer is to begin with it."""
+        if not self._echo:
+            return ""
+        given = self._given[number]
+        if isinstance(given, str) and self._fields.truncate_prompt_tokens is None:
+            return given
+        return self._state.tokenizer.decode(output.prompt_token_ids)
+
+    def logprobs_writer(self) -> CompletionLogprobsWriter | None:
+        if self._fields.logprobs is None:
+            return None
+        as_ids = bool(self._fields.return_tokens_as_token_ids)
+        return CompletionLogprobsWriter(
+            num_listed(self._fields.logprobs, self._state), as_ids=as_ids
+        )
+
+    def logprobs(
+        self,
+        writer: CompletionLogprobsWriter | None,
+        output: RequestOutput,
+        sequence: CompletionOutput,
+        *,
+        first: bool,
+    ) -> CompletionLogprobs | None:
+        """Entries of the new tokens, before them those of an echoed prompt."""
+        if writer is None:
+            return None
+        positions: list[Position] = []
+        if self._echo and first:
+            places = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+            positions += positions_of(output.prompt_token_ids, places)
+        if not self.hides_output:
+            positions += positions_of(sequence.token_ids, sequence.logprobs or [])
+        decode = self._state.tokenizer.decode_token
+        texts = [decode(token_id) if place is None else "" for token_id, place in positions]
+        return writer.write(positions, texts)
+
+
+class _Pieces:
+    """The deltas of each choice as chunks."""
+
+    def __init__(self, job: CompletionJob, chunks: CompletionChunks) -> None:
+        self.chunks = chunks
+        self._job = job
+        self._writers: dict[int, CompletionLogprobsWriter | None] = {}
+        """By the choice's index; a choice is in here once it has had its first chunk."""
+
+    def write(self, number: int, output: RequestOutput) -> bytes:
+        """What an output of prompt `number` brings; nothing while its text is held back."""
+        return b"".join(self._write(number, output, sequence) for sequence in output.outputs)
+
+    def _write(self, number: int, output: RequestOutput, sequence: CompletionOutput) -> bytes:
+        job, hidden = self._job, self._job.hides_output
+        index = number * job.n + sequence.index
+        text = "" if hidden else sequence.text
+        first = index not in self._writers
+        if first:
+            self._writers[index] = job.logprobs_writer()
+            text = job.echoed(number, output) + text
+        logprobs = job.logprobs(self._writers[index], output, sequence, first=first)
+        if not (text or sequence.finish_reason or job.tells_ids or (logprobs and logprobs.tokens)):
+            return b""
+        return self.chunks.text(
+            index,
+            text,
+            logprobs=None if logprobs is None else msgspec.json.encode(logprobs),
+            token_ids=[] if hidden else sequence.token_ids,
+            finish_reason="length" if hidden else sequence.finish_reason,
+            stop_reason=None if hidden else sequence.stop_reason,
+            prompt_token_ids=output.prompt_token_ids if first else None,
+        )
+
+
+def completion_params(state: ServerState, body: Body[CompletionRequest]) -> SamplingParams:
+    """Raises `InvalidRequestError` that names the field."""
+    fields = body.fields
+    more: dict[str, Any] = {}
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise InvalidRequestError(
+            f"best_of={fields.best_of} must equal n ({fields.n or 1}): every sequence is returned.",
+            parameter="best_of",
+        )
+    if fields.max_tokens == 0:
+        if not fields.echo:
+            raise InvalidRequestError(
+                "max_tokens=0 must be at least 1 unless echo is set.", parameter="max_tokens"
+            )
+        # The prompt's log-probabilities come with a first token, which nobody gets to see.
+        more["max_tokens"] = 1
+        more["min_tokens"] = 0
+    elif fields.max_tokens is not None:
+        more["max_tokens"] = fields.max_tokens
+    if fields.logprobs is not None:
+        more["logprobs"] = fields.logprobs
+        if fields.echo and fields.prompt_logprobs is None:
+            more["prompt_logprobs"] = fields.logprobs
+    return sampling_params(fields, body.others, state.engine.default_params, state.args, **more)

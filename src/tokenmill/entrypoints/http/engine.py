@@ -1,0 +1,52 @@
+"""What the server needs of an engine. `engine.async_llm.AsyncLLM` is one; tests have others."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from tokenmill.config.engine_config import EngineConfig
+from tokenmill.engine.engine_stats import EngineStats
+from tokenmill.engine.prompts import Prompt
+from tokenmill.outputs import RequestOutput
+from tokenmill.sampling_params import SamplingParams
+from tokenmill.tokenizer.tokenizer import Tokenizer
+
+
+class Engine(Protocol):
+    """An engine that computes beside the event loop. `AsyncLLM` says what each member does."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+        stream: bool = True,
+        delta: bool = False,
+    ) -> AsyncIterator[RequestOutput]: ...
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    async def reset_prefix_cache(self) -> bool: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def is_healthy(self) -> bool: ...
+
+    def on_death(self, callback: Callable[[], None]) -> None: ...
+
+    async def drain(self, timeout: float | None = None) -> bool: ...
+
+    async def shutdown(self) -> None: ...

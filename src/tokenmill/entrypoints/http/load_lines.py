@@ -1,0 +1,43 @@
+"""A line on load and throughput from time to time, while there is anything to tell."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from tokenmill.entrypoints.http.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+
+async def write_load_lines(state: ServerState) -> None:
+    """Runs until it is cancelled."""
+    interval = state.args.log_stats_interval
+    if not interval:
+        return
+    counts = _counts(state)
+    then = time.monotonic()
+    while True:
+        await asyncio.sleep(interval)
+        now, new_counts = time.monotonic(), _counts(state)
+        stats = await state.engine.stats()
+        if new_counts != counts or stats.num_unfinished:
+            prompt, output = (
+                (new - old) / (now - then) for new, old in zip(new_counts, counts, strict=True)
+            )
+            logger.info(
+                "running %d, waiting %d; KV cache %.1f%% used; prompts %.1f tok/s, output"
+                " %.1f tok/s; prefix cache hits %.1f%%",
+                stats.num_running,
+                stats.num_waiting,
+                100 * stats.kv_cache_usage,
+                prompt,
+                output,
+                100 * stats.prefix_cache_hits / max(stats.prefix_cache_queries, 1),
+            )
+        counts, then = new_counts, now
+
+
+def _counts(state: ServerState) -> tuple[int, int]:
+    return state.metrics.num_prompt_tokens, state.metrics.num_output_tokens

@@ -1,0 +1,127 @@
+"""Text, ids and messages as prompts for the engine; what takes time is done in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenmill.engine.prompts import Prompt, TokensPrompt
+from tokenmill.entrypoints.chat.render import RenderedChat, render_chat
+from tokenmill.entrypoints.http.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
+from tokenmill.entrypoints.http.state import ServerState
+from tokenmill.errors import ContextLengthExceededError, InvalidRequestError
+
+
+def completion_prompts(fields: CompletionRequest, max_prompts: int) -> list[str | list[int]]:
+    """The prompts of a completion, which may hold one or many.
+
+    Raises `InvalidRequestError` for an empty list, too many, or a mixture that has no meaning.
+    """
+    given = fields.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequestError("prompt is empty; give at least one.", parameter="prompt")
+    ids = [each for each in given if isinstance(each, int)]
+    if len(ids) == len(given):
+        return [ids]
+    prompts = [each for each in given if not isinstance(each, int)]
+    if ids:
+        raise InvalidRequestError(
+            "prompt mixes token ids with texts or lists; give the ids of one prompt, or a list of"
+            " prompts.",
+            parameter="prompt",
+        )
+    if len(prompts) > max_prompts:
+        raise InvalidRequestError(
+            f"prompt holds {len(prompts)} prompts, but a request may bring {max_prompts}"
+            f" (max_prompts); send fewer at a time.",
+            parameter="prompt",
+        )
+    return prompts
+
+
+async def as_engine_prompt(
+    state: ServerState, prompt: str | list[int], fields: CompletionRequest
+) -> Prompt:
+    """A prompt as the engine takes it; it tokenizes texts itself, with special tokens."""
+    if isinstance(prompt, str) and fields.add_special_tokens is False:
+        check_length(state, len(prompt), fields.truncate_prompt_tokens, "prompt")
+        ids = await state.engine.encode(prompt, add_special_tokens=False)
+        return TokensPrompt(prompt=prompt, prompt_token_ids=ids)
+    return prompt
+
+
+def check_length(state: ServerState, num_chars: int, truncation: int | None, what: str) -> None:
+    """Refuse text that is certainly too long before time is spent on it."""
+    context = state.engine.config.model.max_model_len
+    longest = context * state.tokenizer.max_token_chars
+    if truncation is None and num_chars > longest:
+        raise ContextLengthExceededError(
+            f"{what} has {num_chars} characters, more than {context} tokens (max_model_len) can"
+            f" hold; shorten it, or set truncate_prompt_tokens.",
+            parameter=what,
+        )
+
+
+async def chat_prompt(
+    state: ServerState, fields: ChatCompletionRequest | TokenizeRequest
+) -> RenderedChat:
+    """The prompt that a conversation amounts to.
+
+    Raises what `render_chat` raises, and `InvalidRequestError` for a template of the client's
+    own that the server does not trust.
+    """
+    template = state.chat_template
+    if fields.chat_template is not None:
+        if not state.args.trust_request_chat_template:
+            raise InvalidRequestError(
+                "chat_template is not taken from requests by this server"
+                " (trust_request_chat_template); leave it out.",
+                parameter="chat_template",
+            )
+        template = fields.chat_template
+    continued = bool(fields.continue_final_message)
+    generation_prompt = fields.add_generation_prompt
+    variables = dict(fields.chat_template_kwargs or {})
+    if fields.documents is not None:
+        variables["documents"] = fields.documents
+    if fields.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", fields.reasoning_effort)
+
+    def render() -> RenderedChat:
+        rendered = render_chat(
+            state.tokenizer,
+            fields.messages or [],
+            chat_template=template,
+            add_generation_prompt=not continued if generation_prompt is None else generation_prompt,
+            continue_final_message=continued,
+            tools=fields.tools,
+            chat_template_kwargs=variables,
+        )
+        if fields.add_special_tokens:
+            ids = state.tokenizer.encode(rendered.text, add_special_tokens=True)
+            return RenderedChat(rendered.text, ids)
+        return rendered
+
+    return await state.in_text_thread(render)
+
+
+def num_message_chars(messages: list[dict[str, Any]]) -> int:
+    """Characters of the messages' contents: a lower bound of what their prompt has."""
+    total = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            total += len(content)
+        elif isinstance(content, list):
+            total += sum(
+                len(part["text"])
+                for part in content
+                if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+            )
+    return total

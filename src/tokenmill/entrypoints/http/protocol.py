@@ -1,0 +1,204 @@
+"""Request bodies, as OpenAI's clients and vLLM's send them.
+
+A field that is null counts as left out. Types are checked when a body is decoded; values by
+`SamplingParams`, the input processor and the endpoints. The bounds in the texts and schemas are
+those checks'; decoding itself does not apply them, since its messages could not show the value.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from tokenmill.sampling_params import (
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+)
+
+
+def _meta(text: str, **schema: Any) -> Meta:
+    return Meta(description=" ".join(text.split()), extra_json_schema=schema or None)
+
+
+def _integer(low: int, high: int | None = None) -> dict[str, Any]:
+    return {"minimum": low} if high is None else {"minimum": low, "maximum": high}
+
+
+_STOPS = {"maxItems": MAX_STOP_STRINGS, "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_TOKEN_IDS = {"maxItems": MAX_STOP_TOKEN_IDS}
+
+
+class StreamOptions(Struct, kw_only=True):
+    """What a stream tells besides text."""
+
+    include_usage: bool | None = None
+    """One more chunk at the end, without choices and with the usage."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
+
+
+class SamplingFields(Struct, kw_only=True):
+    """Fields that completions and chats share."""
+
+    model: Annotated[str | None, _meta("Name of the model, as /v1/models lists it.")] = None
+    n: Annotated[
+        int | None, _meta("Sequences for each prompt; above 1 only if sampling.", **_integer(1))
+    ] = None
+    temperature: Annotated[
+        float | None,
+        _meta("0 always takes the best token.", minimum=0, maximum=MAX_TEMPERATURE),
+    ] = None
+    top_p: Annotated[float | None, _meta("In (0, 1].", exclusiveMinimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, _meta("Best tokens to keep; 0 or -1 is off.", minimum=-1)] = None
+    min_p: Annotated[
+        float | None, _meta("Least share of the best token's probability.", minimum=0, maximum=1)
+    ] = None
+    seed: Annotated[int | None, _meta("The whole of the request's randomness.")] = None
+    stop: Annotated[
+        str | list[str] | None, _meta("Strings that end the text; none of them empty.", **_STOPS)
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, _meta("Ids that end it.", **_TOKEN_IDS)] = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int | None, _meta("Tokens before anything may stop.", minimum=0)] = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[
+        int | None, _meta("Keep the last so many prompt tokens; -1 as many as fit.", minimum=-1)
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, _meta("Log-probabilities of the prompt's tokens; not in a stream.", minimum=-1)
+    ] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: Annotated[bool | None, _meta("Put the prompt in front of the answer.")] = None
+    add_special_tokens: Annotated[
+        bool | None, _meta("What the tokenizer itself puts around a text, such as a BOS.")
+    ] = None
+    priority: Annotated[int | None, _meta("Smaller is earlier; needs that policy.")] = None
+    cache_salt: Annotated[
+        str | None, _meta("Share cached prefixes only with the same salt.", minLength=1)
+    ] = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, _meta("Write tokens in log-probabilities as `token_id:7`.")
+    ] = None
+    timings: Annotated[bool | None, _meta("Add a `timings` object to the answer.")] = None
+    timings_per_token: Annotated[bool | None, _meta("The same, by llama.cpp's name.")] = None
+    timeout: Annotated[
+        float | None, _meta("Seconds after which the request ends with an error.")
+    ] = None
+    user: str | None = None
+    request_id: Annotated[str | None, _meta("Ignored; send an `x-request-id` header.")] = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[
+        str | list[int | str | list[int]],
+        _meta("A text, its token ids, or a list of texts and lists of ids."),
+    ]
+    max_tokens: Annotated[
+        int | None,
+        _meta("Most tokens to generate, 16 unless given; 0 with `echo` only.", minimum=0),
+    ] = None
+    logprobs: Annotated[
+        int | None, _meta("The chosen token's log-probability and so many best ones.", minimum=-1)
+    ] = None
+    best_of: Annotated[int | None, _meta("Must equal `n`.", minimum=1)] = None
+
+
+_MESSAGES: dict[str, Any] = {
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {
+            "role": {
+                "type": "string",
+                "enum": ["system", "developer", "user", "assistant", "tool", "function"],
+            },
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "properties": {
+                                "type": {"const": "text"},
+                                "text": {"type": "string"},
+                            },
+                            "required": ["type", "text"],
+                        },
+                    },
+                ]
+            },
+        },
+        "required": ["role", "content"],
+    },
+}
+
+
+class ChatCompletionRequest(SamplingFields, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], _meta("The conversation.", **_MESSAGES)]
+    add_generation_prompt: Annotated[
+        bool | None, _meta("End with what begins an answer; true unless given.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, _meta("Continue the last message; excludes add_generation_prompt.")
+    ] = None
+    chat_template: Annotated[
+        str | None, _meta("A Jinja template; refused unless the server trusts them.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, _meta("Further variables for the template.")
+    ] = None
+    documents: list[dict[str, Any]] | None = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        _meta("Shown to the template; calls are not parsed, so tool_choice must be none."),
+    ] = None
+    tool_choice: Annotated[Any, _meta("`none` wherever there are tools.")] = None
+    reasoning_effort: Annotated[str | None, _meta("Handed to the template.")] = None
+    max_tokens: Annotated[
+        int | None, _meta("Most tokens to generate; up to the context unless given.", minimum=1)
+    ] = None
+    max_completion_tokens: Annotated[int | None, _meta("The same; this one wins.", minimum=1)] = (
+        None
+    )
+    logprobs: bool | None = None
+    top_logprobs: Annotated[
+        int | None, _meta("Best tokens per position; needs `logprobs`.", minimum=0)
+    ] = None
+
+
+class TokenizeRequest(Struct, kw_only=True):
+    """Body of POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]] | None, _meta("As in a chat.", **_MESSAGES)] = None
+    add_special_tokens: Annotated[
+        bool | None, _meta("True unless given for a prompt, false for messages.")
+    ] = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    tokens: Annotated[list[int], _meta("Ids of the model's vocabulary.")]
+    model: str | None = None

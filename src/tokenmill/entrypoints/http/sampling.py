@@ -1,0 +1,85 @@
+"""Fields of a request as `SamplingParams`, over the model's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenmill.config.serve_args import ServeArgs
+from tokenmill.entrypoints.http.protocol import SamplingFields
+from tokenmill.entrypoints.http.state import ServerState
+from tokenmill.entrypoints.http.unsupported import sampling_extras
+from tokenmill.errors import InvalidRequestError, shown
+from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
+
+_SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs",
+)  # fmt: skip
+"""Fields that the request and `SamplingParams` share."""
+MAX_TIMEOUT = 1e9
+"""Seconds; longer waits have no meaning."""
+
+
+def sampling_params(
+    fields: SamplingFields,
+    others: Mapping[str, Any],
+    defaults: SamplingParams,
+    args: ServeArgs,
+    **more: Any,
+) -> SamplingParams:
+    """`more` are parameters whose fields differ between the endpoints.
+
+    Raises `InvalidRequestError` that names the field.
+    """
+    given = {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
+    params = defaults.replace(**{**given, **sampling_extras(others), **more})
+    if params.n > args.max_n:
+        raise InvalidRequestError(
+            f"n={params.n} must be at most {args.max_n} on this server (max_n).", parameter="n"
+        )
+    return params
+
+
+def check_stream(fields: SamplingFields) -> None:
+    """Raise `InvalidRequestError` for fields that a stream lacks or needs."""
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequestError(
+            "stream_options needs stream=true; leave it out.", parameter="stream_options"
+        )
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs cannot be streamed; set stream=false.", parameter="prompt_logprobs"
+        )
+
+
+def deadline_of(fields: SamplingFields, args: ServeArgs) -> float | None:
+    """Seconds that a request may take: its own limit, at most the server's; None without any."""
+    own = fields.timeout
+    if own is not None and not 0 < own <= MAX_TIMEOUT:
+        raise InvalidRequestError(
+            f"timeout={shown(own)} must be more than 0 and at most {MAX_TIMEOUT:g} seconds.",
+            parameter="timeout",
+        )
+    limits = [limit for limit in (own, args.request_timeout) if limit is not None]
+    return min(limits, default=None)
+
+
+def salt_of(fields: SamplingFields, key_name: str | None, args: ServeArgs) -> str | None:
+    """Who may share cached prefixes: those with the same salt and, if set so, the same key."""
+    salt = fields.cache_salt
+    if salt == "":
+        raise InvalidRequestError(
+            "cache_salt='' must not be empty; leave it out to share the cache.",
+            parameter="cache_salt",
+        )
+    if not args.isolate_api_keys or key_name is None:
+        return salt
+    # Two parts with a border that no salt can move: the name has a fixed length.
+    return f"{key_name}/{salt or ''}"
+
+
+def num_listed(logprobs: int, state: ServerState) -> int:
+    """How many best tokens each place lists; -1 is the whole vocabulary."""
+    return state.engine.config.model.vocab_size if logprobs == ALL_LOGPROBS else logprobs

@@ -1,0 +1,212 @@
+"""A server from its start to its end: socket, engine, signals, exit code.
+
+bind            before the model is loaded, so that a port in use is known at once
+start           the engine; nobody is listened to before it is ready
+serve           until a signal, or the engine's death
+drain           no new requests; those that run may finish, until `drain_timeout` or a second
+                signal, then they end with an error
+end             exit code 0 after a signal, `EXIT_ENGINE_DEAD` after the engine's death
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+
+from tokenmill.config.serve_args import ServeArgs
+from tokenmill.engine.serve_options import ServeOptions
+from tokenmill.entrypoints.http.app import create_app
+from tokenmill.entrypoints.http.connection import connection_class
+from tokenmill.entrypoints.http.engine import Engine
+from tokenmill.entrypoints.http.listener import Listener, bind
+from tokenmill.entrypoints.http.load_lines import write_load_lines
+from tokenmill.entrypoints.http.state import ServerState, make_state
+from tokenmill.errors import ConfigError
+from tokenmill.observe.service_manager import notify
+
+logger = logging.getLogger(__name__)
+
+EXIT_ENGINE_DEAD = 3
+"""The engine died too often to be started again."""
+_KEEP_CONNECTIONS = 75
+"""Seconds that an idle connection is kept; longer than the usual clients keep theirs."""
+_GRACE = 5.0
+"""Seconds that ended requests get to tell their clients."""
+_GC_THRESHOLD = 50_000
+"""Objects between two collections of the youngest generation; a token makes a few."""
+
+Announce = Callable[[ServerState, str, float], None]
+"""Called with the state, the address, and the seconds since the start."""
+
+
+async def run_server(
+    args: ServeArgs,
+    options: ServeOptions,
+    start_engine: Callable[[], Awaitable[Engine]],
+    *,
+    chat_template: str | None = None,
+    announce: Announce,
+) -> int:
+    """Serve until a signal or the engine's death; the exit code.
+
+    Raises `ConfigError` for an address that cannot be had, and what `start_engine` raises.
+    """
+    started = time.monotonic()
+    with bind(args) as listener, _Signals() as signals:
+        engine = await signals.unless_stopped(start_engine())
+        if engine is None:
+            return 0
+        try:
+            state = make_state(engine, args, options, chat_template=chat_template)
+            # What there is now stays; the collector need not look at it again.
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(_GC_THRESHOLD)
+            return await _serve(
+                state,
+                listener,
+                signals,
+                lambda: announce(state, listener.address, time.monotonic() - started),
+            )
+        finally:
+            await engine.shutdown()
+
+
+async def _serve(
+    state: ServerState, listener: Listener, signals: _Signals, announce: Callable[[], None]
+) -> int:
+    server = make_uvicorn(state)
+    died = asyncio.Event()
+    state.engine.on_death(died.set)
+    serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
+    loads = asyncio.create_task(write_load_lines(state))
+    try:
+        while not (server.started or serving.done()):
+            await asyncio.sleep(0.01)
+        if serving.done():  # somebody else has begun to listen there meanwhile
+            raise ConfigError(f"cannot listen on {listener.address}: {serving.exception()}.")
+        announce()
+        notify("READY=1")
+        await _first(serving, signals.first.wait(), died.wait())
+        notify("STOPPING=1")
+        if died.is_set():
+            state.dead = True
+            logger.error("the engine is dead; its requests fail, and the server ends")
+        else:
+            await drain(state, signals)
+        await _end_requests(state)
+    finally:
+        loads.cancel()
+        server.should_exit = server.force_exit = True
+        await asyncio.gather(serving, loads, return_exceptions=True)
+    return EXIT_ENGINE_DEAD if died.is_set() else 0
+
+
+def make_uvicorn(state: ServerState) -> uvicorn.Server:
+    """Uvicorn around the state's application, without signal handlers of its own."""
+    args = state.args
+    config = uvicorn.Config(
+        create_app(state),
+        http=connection_class(args.max_header_bytes),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        root_path=args.root_path,
+        timeout_keep_alive=_KEEP_CONNECTIONS,
+        timeout_graceful_shutdown=1,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+    )
+    return _QuietServer(config)
+
+
+class _QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def drain(state: ServerState, signals: _Signals) -> None:
+    """Take no more requests and wait for those that run."""
+    state.draining = True
+    timeout = state.args.drain_timeout
+    logger.warning(
+        "stopping: %d requests may finish within %g s; another signal ends them now",
+        len(state.active),
+        timeout,
+    )
+    finished = asyncio.create_task(_idle(state))
+    try:
+        async with asyncio.timeout(timeout):
+            await _first(finished, signals.second.wait())
+    except TimeoutError:
+        logger.warning("%d requests did not finish in time and are ended", len(state.active))
+    finally:
+        finished.cancel()
+
+
+async def _idle(state: ServerState) -> None:
+    while state.active:
+        await asyncio.wait(list(state.active))
+
+
+async def _end_requests(state: ServerState) -> None:
+    """What still runs ends with an error; its clients get a moment to read it."""
+    state.stop_active()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_GRACE):
+            await _idle(state)
+    await asyncio.sleep(0)  # responses are written
+
+
+async def _first(*waits: Awaitable[object]) -> None:
+    """Return when one of them is done; the others are cancelled, tasks excepted."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait, task in zip(waits, tasks, strict=True):
+            if wait is not task:
+                task.cancel()
+
+
+class _Signals:
+    """SIGINT and SIGTERM as events of the loop."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._note)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    async def unless_stopped(self, starting: Awaitable[Engine]) -> Engine | None:
+        """The started engine; None if a signal came first, which ends the start."""
+        task = asyncio.ensure_future(starting)
+        await _first(task, self.first.wait())
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return None
+
+    def _note(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
