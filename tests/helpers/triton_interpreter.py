@@ -61,3 +61,14 @@ def patch_the_language_once() -> None:
         return function.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+
+
+def loop_over_scalars() -> None:
+    """Let `range(n)` take a kernel's argument: Triton 3.6 relies on what numpy 2.4 refuses."""
+    given = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        given(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch

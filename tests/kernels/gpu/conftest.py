@@ -10,9 +10,14 @@ import pytest
 import torch
 
 if os.environ["TRITON_INTERPRET"] == "1":
-    from helpers.triton_interpreter import patch_the_language_once, round_like_a_gpu
+    from helpers.triton_interpreter import (
+        loop_over_scalars,
+        patch_the_language_once,
+        round_like_a_gpu,
+    )
 
     round_like_a_gpu()
+    loop_over_scalars()
     patch_the_language_once()
 
 

@@ -7,7 +7,7 @@ gelu_tanh   g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g ** 3)))   Hendrycks
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -169,7 +169,8 @@ def _case(size: int, kind: Gate, *, quantizes: bool = False) -> CompileCase:
         "out_stride": "i32:16",
     }
     block = next_power_of_2(size) if quantizes else _COLUMNS
-    constants = {"SIZE": size, "BLOCK": block, "KIND": kind, "QUANTIZES": quantizes}
+    constants: dict[str, Any] = {"SIZE": size, "BLOCK": block}
+    constants |= {"KIND": kind, "QUANTIZES": quantizes}
     if quantizes:
         signature["out_scale"] = "*fp32"
     else:

@@ -1,9 +1,10 @@
 """Compile every kernel for a GPU that need not be there, and say what each takes of it.
 
-    python -m tokenmill.kernels.gpu.compile [--arch 90] [module ...]
+    python -m tokenmill.kernels.gpu.compile [--arch 90] [--once] [module ...]
 
-Takes the `compile_cases` of all modules of this package, or of those named. Ends with 1 if a kernel
-does not compile or needs more shared memory than a block may have.
+Takes the `compile_cases` of all modules of this package, or of those named; with --once only the
+first of each kernel. Ends with 1 if a kernel does not compile or needs more shared memory than a
+block may have.
 """
 
 from __future__ import annotations
@@ -40,12 +41,18 @@ class CompiledSize:
     cubin_bytes: int
 
 
-def collect_cases(module_names: Sequence[str] = ()) -> Iterator[CompileCase]:
-    """The cases of the package's modules, or of those named."""
+def collect_cases(module_names: Sequence[str] = (), once: bool = False) -> Iterator[CompileCase]:
+    """The cases of the package's modules, or of those named; all, or one of each kernel."""
     for name in module_names or sorted(m.name for m in pkgutil.iter_modules(gpu.__path__)):
         module = importlib.import_module(f"{gpu.__name__}.{name}")
-        if hasattr(module, "compile_cases"):
-            yield from module.compile_cases()
+        cases: list[CompileCase] = (
+            module.compile_cases() if hasattr(module, "compile_cases") else []
+        )
+        seen = set()
+        for case in cases:
+            if not (once and case.kernel in seen):
+                yield case
+            seen.add(case.kernel)
 
 
 def compile_case(case: CompileCase, arch: int) -> CompiledSize:
@@ -68,7 +75,11 @@ def compile_case(case: CompileCase, arch: int) -> CompiledSize:
     compiled = triton.compile(
         ASTSource(case.kernel, signature, dict(case.constexprs), attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        options={
+            "num_warps": case.num_warps,
+            "num_stages": case.num_stages,
+            "maxnreg": case.max_registers,
+        },
     )
     registers, stack_bytes = _resources(compiled.asm["cubin"])
     return CompiledSize(
@@ -97,12 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["TRITON_INTERPRET"] = "0"
     parser = argparse.ArgumentParser(prog="python -m tokenmill.kernels.gpu.compile")
     parser.add_argument("--arch", type=int, default=90, help="compute capability times 10")
+    parser.add_argument("--once", action="store_true", help="only the first case of each kernel")
     parser.add_argument("module", nargs="*", help="a module of the package; all if none is named")
     options = parser.parse_args(arguments)
 
     num_failed = 0
     print(f"{'kernel':<56}{'registers':>10}{'stack':>8}{'shared':>9}{'cubin':>9}")
-    for case in collect_cases(options.module):
+    for case in collect_cases(options.module, options.once):
         try:
             size = compile_case(case, options.arch)
         except Exception:  # noqa: BLE001  whatever a compiler raises; the others are to be seen too

@@ -12,7 +12,8 @@ import torch
 # A product and a sum may become one instruction. Triton 3.9 warns where nobody has decided that.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-_LIBRARY: Any = torch.library.Library("tokenmill", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Any = torch.library  # which has no types
+_LIBRARY = _library.Library("tokenmill", "FRAGMENT")
 
 
 def define_op(schema: str, *, cuda: Callable[..., None], cpu: Callable[..., None]) -> None:
@@ -60,3 +61,5 @@ class CompileCase:
     """All other arguments. An integer that is 1 at the launch, or a None, is one of them."""
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
+    """Of a thread; what a launch calls `maxnreg`."""

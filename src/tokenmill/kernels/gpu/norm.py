@@ -8,6 +8,8 @@ One program computes one row, so a row has the same bits whatever the other rows
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -200,7 +202,7 @@ def _case(size: int, *, starts_stream: bool = False, quantizes: bool = False) ->
         "x_stride": "i32:16",
         "out_stride": "i32:16",
     }
-    constants = {
+    constants: dict[str, Any] = {
         "SIZE": size,
         "BLOCK": next_power_of_2(size),
         "STARTS_STREAM": starts_stream,

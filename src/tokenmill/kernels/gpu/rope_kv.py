@@ -11,6 +11,8 @@ Cosines and sines are those of `layers/rope.py`, elements i and i + rotary_dim /
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -350,7 +352,7 @@ def _case(
     signature |= {"inverse_k_scale": "fp32", "inverse_v_scale": "fp32"}
     signature |= {f"{name}_stride": "i32:16" for name in ("key", "value", "block")}
     signature |= {f"{name}_stride": "i32:16" for name in ("query", "query_out")}
-    constants = {
+    constants: dict[str, Any] = {
         "BLOCK_SIZE": 16,
         "NUM_HEADS": num_heads,
         "NUM_KV_HEADS": num_kv_heads,
