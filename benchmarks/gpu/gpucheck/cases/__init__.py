@@ -1,0 +1,1 @@
+"""Cases of the kernels, by topic: each module has a function `cases(place)`."""

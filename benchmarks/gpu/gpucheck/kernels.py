@@ -1,0 +1,112 @@
+"""Every kernel at real models' sizes: its results beside a reference, its time beside limits."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from gpucheck.cases.case import Case, Place
+from gpucheck.limits import BANDWIDTH, MATMUL
+from gpucheck.report import Budget, Report, Row
+from gpucheck.timing import median_milliseconds, milliseconds_once, synchronize
+
+GROUPS = ("elementwise", "attention", "gemm", "inputs", "sampling")
+"""Modules of `cases`, each with a function `cases(place)`."""
+
+
+def run(device: str, report: Report, budget: Budget, *, quick: bool) -> Iterator[Row]:
+    place = Place(device, small=device == "cpu", quick=quick)
+    covered: set[str] = set()
+    for group in GROUPS:
+        try:
+            for case in importlib.import_module(f"gpucheck.cases.{group}").cases(place):
+                budget.check(1.0)
+                covered.add(case.op)
+                yield _row(case, place, report)
+        except (ImportError, AssertionError, TypeError) as error:  # one group; go on
+            traceback.print_exc()
+            yield _failed(f"all of {group}", error)
+    missing = sorted(registered_ops() - covered)
+    yield Row(
+        "kernels",
+        "ops without a case here",
+        figures={"number": len(missing), "which": ", ".join(missing)},
+    )
+
+
+def registered_ops() -> set[str]:
+    """Names of the torch ops that have a Triton kernel."""
+    import pkgutil
+
+    from tokenmill.kernels import gpu
+
+    for module in pkgutil.iter_modules(gpu.__path__):
+        importlib.import_module(f"{gpu.__name__}.{module.name}")
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    return {name.split("::")[1] for name in names if name.startswith("tokenmill::")}
+
+
+def _row(case: Case, place: Place, report: Report) -> Row:
+    try:
+        return _checked(case, place, report)
+    except Exception as error:  # noqa: BLE001 - one kernel; the next may be right
+        traceback.print_exc()
+        synchronize(place.device)  # raises again if the device cannot be used any more
+        return _failed(f"{case.op} {case.sizes}", error)
+
+
+def _failed(what: str, error: Exception) -> Row:
+    reason = f"{type(error).__name__}: {str(error)[:200]}"
+    return Row("kernels", what, ok=False, figures={"failed": reason})
+
+
+def _checked(case: Case, place: Place, report: Report) -> Row:
+    first_ms = milliseconds_once(lambda: case.launch(0), place.device)
+    figures: dict[str, object] = {}
+    is_right = True
+    for found, expected, tolerance in case.results():
+        error, worst = _errors(found, expected)
+        figures["error"] = max(error, float(figures.get("error", 0.0)))  # type: ignore[arg-type]
+        figures["worst"] = max(worst, float(figures.get("worst", 0.0)))  # type: ignore[arg-type]
+        is_right &= error <= tolerance and worst <= 5 * tolerance
+    ms = None if place.small else median_milliseconds(case.launch, place.device)
+    if ms and case.other is not None:
+        figures[case.other_name] = median_milliseconds(case.other, place.device)
+    if ms and case.num_bytes:
+        figures["GB/s"] = case.num_bytes / ms / 1e6
+    if ms and case.num_flops:
+        figures["TFLOP/s"] = case.num_flops / ms / 1e9
+    return Row(
+        "kernels",
+        f"{case.op} {case.sizes}",
+        ms,
+        _least_ms(case, report) if ms else None,
+        ok=is_right,
+        figures=figures | {"first ms": first_ms},
+    )
+
+
+def _errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """The norm of the error over that of what was expected, and the worst of an element, over its
+    own size and the mean one. Not a number becomes infinity.
+    """
+    if not found.is_floating_point():
+        wrong = float((found != expected).float().mean())
+        return wrong, wrong
+    expected = expected.double()
+    error = (found.double() - expected).abs()
+    norm = float(error.norm() / expected.norm().clamp(min=1e-30))
+    typical = expected.square().mean().sqrt()
+    worst = float((error / (expected.abs() + typical).clamp(min=1e-30)).max())
+    return tuple(x if math.isfinite(x) else math.inf for x in (norm, worst))  # type: ignore[return-value]
+
+
+def _least_ms(case: Case, report: Report) -> float | None:
+    bandwidth, matmul = report.limit(BANDWIDTH), report.limit(MATMUL)
+    if bandwidth is None or matmul is None or not (case.num_bytes or case.num_flops):
+        return None
+    return max(case.num_bytes / bandwidth, case.num_flops / matmul) * 1e3

@@ -1,0 +1,146 @@
+"""Shapes of real models, run on random weights; and the least that a step of them costs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    tied: bool
+    max_context: int = 131_072
+    rope_scaling: dict[str, Any] | None = None
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_size,
+            "max_position_embeddings": self.max_context,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "rope_scaling": self.rope_scaling,
+            "tie_word_embeddings": self.tied,
+        }
+
+    @property
+    def layer_values(self) -> int:
+        """Weights that every token is multiplied with, the head aside."""
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_size * self.hidden_size
+        out = self.num_heads * self.head_size * self.hidden_size
+        return self.num_layers * (qkv + out + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_values(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_size * BF16_BYTES
+
+    def decode_bytes(self, num_cached_tokens: float) -> float:
+        """What one step of decoding reads: every weight once, and the requests' keys and values."""
+        weights = (self.layer_values + self.head_values) * BF16_BYTES
+        return weights + num_cached_tokens * self.kv_bytes_per_token
+
+    def decode_flops(self, num_requests: int, num_cached_tokens: float) -> float:
+        """Of one step of decoding."""
+        products = 2.0 * num_requests * (self.layer_values + self.head_values)
+        return products + self._attention_flops(num_cached_tokens)
+
+    def prefill_flops(self, num_tokens: int) -> float:
+        """Of one prompt; the head sees its last token only."""
+        pairs = num_tokens * (num_tokens + 1) / 2
+        products = 2.0 * (num_tokens * self.layer_values + self.head_values)
+        return products + self._attention_flops(pairs)
+
+    def _attention_flops(self, num_pairs: float) -> float:
+        """Of so many pairs of a query and a key in every layer: the scores, and the sum of V."""
+        return 4.0 * num_pairs * self.num_layers * self.num_heads * self.head_size
+
+
+_LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8_192,
+}
+
+SHAPES = {
+    "tiny": Shape("tiny", 256, 512, 2, 4, 2, 64, 1_024, tied=True, max_context=4_096),
+    "1b": Shape(
+        "Llama-3.2-1B", 2_048, 8_192, 16, 32, 8, 64, 128_256, tied=True,
+        rope_scaling=_LLAMA3_SCALING | {"factor": 32.0},
+    ),
+    "8b": Shape(
+        "Llama-3.1-8B", 4_096, 14_336, 32, 32, 8, 128, 128_256, tied=False,
+        rope_scaling=_LLAMA3_SCALING | {"factor": 8.0},
+    ),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def engine(shape: Shape, device: str, **engine_args: Any) -> Iterator[Any]:
+    """An `LLM` of this shape on random weights; closed, and its memory given back, at the end."""
+    from tokenmill import LLM
+
+    settings: dict[str, Any] = {
+        "device": device,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+    }
+    with tempfile.TemporaryDirectory(prefix="gpucheck-") as directory:
+        Path(directory, "config.json").write_text(json.dumps(shape.config()))
+        llm = LLM(directory, **(settings | engine_args))
+        try:
+            yield llm
+        finally:
+            llm.close()
+            del llm
+            _give_memory_back(device)
+
+
+def _give_memory_back(device: str) -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def prompt(index: int, length: int, vocab_size: int) -> list[int]:
+    """Token ids without a pattern, others for each index."""
+    state = (index * 2_654_435_761 + 12_345) % (1 << 31)
+    ids = []
+    for _ in range(length):
+        state = (1_103_515_245 * state + 12_345) % (1 << 31)
+        ids.append((state >> 8) % vocab_size)
+    return ids
