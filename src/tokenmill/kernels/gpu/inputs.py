@@ -164,8 +164,12 @@ def _prepare(rows: torch.Tensor, *, block_size: int = 1, **tensors: torch.Tensor
     )
 
 
-# Numbers that change from step to step must not choose a compiled variant.
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_tiles", "num_halvings"])
+# What changes from step to step must not choose a compiled variant: numbers, and where in a buffer
+# of staged numbers an array begins.
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens", "num_tiles", "num_halvings"],
+    do_not_specialize_on_alignment=["rows", "query_start_loc", "seq_lens"],
+)
 def _prepare_kernel(
     rows: tl.tensor,
     num_reqs: tl.tensor,

@@ -124,8 +124,12 @@ def find_run(
     return low
 
 
-# Numbers that change from step to step must not choose a compiled variant.
-@triton.jit(do_not_specialize=["num_segments", "num_data", "num_halvings"])
+# What changes from step to step must not choose a compiled variant: numbers, and where in a buffer
+# of staged numbers an array begins.
+@triton.jit(
+    do_not_specialize=["num_segments", "num_data", "num_halvings"],
+    do_not_specialize_on_alignment=["data", "dst_start", "src_start"],
+)
 def _write_segments_kernel(
     table: tl.tensor,
     data: tl.tensor,
@@ -144,7 +148,10 @@ def _write_segments_kernel(
     tl.store(target, tl.load(data + place, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["rows", "positions", "sampled", "is_due"],
+)
 def _commit_tokens_kernel(
     token_ids: tl.tensor,
     rows: tl.tensor,
@@ -167,7 +174,7 @@ def _commit_tokens_kernel(
     tl.store(token_ids + row * token_ids_stride + position, token_id, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["indices"])
 def _gather_rows_kernel(
     table: tl.tensor,
     indices: tl.tensor,
