@@ -33,7 +33,7 @@ from typing import Any
 from gpucheck.models import SHAPES
 from gpucheck.report import Budget, OutOfTime, PartState, Report, Row, markdown, print_table
 
-SECONDS = {"limits": 30.0, "kernels": 120.0, "exact": 150.0, "decode": 180.0, "prefill": 90.0}
+SECONDS = {"limits": 25.0, "kernels": 190.0, "exact": 130.0, "decode": 150.0, "prefill": 75.0}
 """The parts in their order, and how long each may take."""
 COMPARED = {"kernels", "decode", "prefill"}
 """Parts that show how near they are to the limits: those are measured first, unless given."""
@@ -85,7 +85,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, metavar="N", help="time of each part, in place of its own"
     )
-    parser.add_argument("--in-process", dest="isolate", action="store_false", help="one process")
+    parser.add_argument(
+        "--isolate",
+        action=argparse.BooleanOptionalAction,
+        help="each part in a process of its own; default: on a GPU",
+    )
     parser.add_argument(
         "--limits-of", type=Path, metavar="PATH", help="take the limits from an earlier run's JSON"
     )
@@ -93,8 +97,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.markdown:
         options.device = options.device or default_device()
+    if options.isolate is None:
+        options.isolate = options.device == "cuda"
     if options.device == "cpu":
-        options.isolate = False
         os.environ.setdefault("TRITON_INTERPRET", "1")
     options.shape = options.shape or (["1b", "8b"] if options.device == "cuda" else ["tiny"])
     options.only = options.only or list(SECONDS)
@@ -131,7 +136,7 @@ def run_isolated(options: argparse.Namespace, report: Report) -> None:
             found, limits = Path(directory, f"{part}.json"), Path(directory, "so far.json")
             limits.write_text(json.dumps(report.as_json()))
             command = [
-                *(sys.executable, str(Path(__file__)), "--in-process", "--quiet"),
+                *(sys.executable, str(Path(__file__)), "--no-isolate", "--quiet"),
                 *("--only", part, "--shape", ",".join(options.shape), "--device", options.device),
                 *("--json", str(found), "--seconds", str(seconds - GRACE_SECONDS / 2)),
                 *(["--quick"] if options.quick else []),

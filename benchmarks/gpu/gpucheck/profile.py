@@ -20,7 +20,8 @@ def profiled_steps(driver: Driver) -> list[dict[str, Any]]:
     on_gpu = driver.device == "cuda"
     with profile(
         activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU],
-        experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        # A GPU's kernels are seen whatever thread launched them.
+        experimental_config=None if on_gpu else _ExperimentalConfig(profile_all_threads=True),
     ) as found:
         steps = driver.decode(NUM_STEPS)
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU

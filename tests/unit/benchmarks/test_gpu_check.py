@@ -189,6 +189,25 @@ def test_a_part_that_breaks_off_keeps_its_rows(tmp_path, monkeypatch, capsys):
     assert "FAILED  exact: failed: RuntimeError: broken" in capsys.readouterr().out
 
 
+def test_parts_in_processes_of_their_own_leave_what_they_found(tmp_path):
+    path = tmp_path / "results.json"
+    done = run_script(
+        *("--device", "cpu", "--isolate", "--quick", "--only", "prefill", "--json", str(path))
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert [state["status"] for state in found["parts"].values()] == ["done", "done"]
+    limits = {
+        row["case"]: row["figures"]["T/s"]
+        for row in found["rows"]
+        if row["part"] == "limits" and "T/s" in row["figures"]
+    }
+    (prefill,) = (row for row in found["rows"] if row["case"] == "tiny, 1 x 48")
+    done_flops = prefill["figures"]["TFLOP/s"]
+    assert prefill["share"] == pytest.approx(done_flops / limits["bf16 matmul"])
+    assert prefill["figures"]["first token ms"] == prefill["ms"]
+
+
 def test_a_process_that_dies_or_hangs_is_reported(tmp_path):
     import check
     from gpucheck.report import Report, Row

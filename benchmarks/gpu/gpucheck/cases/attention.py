@@ -108,7 +108,8 @@ def _attention(
     def results() -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
         expected = torch.empty_like(out, dtype=torch.float32)
         paged_attention_reference(
-            query, cache, table, lens, starts, expected, scale=scale,
+            query, cache.float() if cache_type == FP8 else cache, table, lens, starts, expected,
+            scale=scale,
             k_scale=scales[0], v_scale=scales[1],
         )  # fmt: skip
         yield out, expected, MANY_ROUNDED

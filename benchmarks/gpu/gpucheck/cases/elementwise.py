@@ -150,7 +150,7 @@ def _cache(
 def _in_slots(cache: torch.Tensor, slots: torch.Tensor, which: int) -> torch.Tensor:
     """What a cache holds in these slots, [tokens, heads * head_size]."""
     real = slots[slots >= 0]
-    return cache[:, which].flatten(0, 1).float()[real].flatten(1)
+    return cache.float()[:, which].flatten(0, 1)[real].flatten(1)
 
 
 def _written_elsewhere(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
