@@ -70,9 +70,9 @@ def test_every_part_runs_and_every_check_holds(results):
     assert found["profiles"]["tiny, 4"][-1]["kernel"] == "all"
 
 
-def test_every_op_has_a_case(results):
+def test_every_kernel_has_a_case(results):
     found = json.loads(results.read_text())
-    (row,) = (row for row in found["rows"] if row["case"] == "ops without a case here")
+    (row,) = (row for row in found["rows"] if row["case"] == "kernels without a case here")
     assert not row["figures"]["number"], f"benchmarks/gpu/gpucheck/cases lacks {row['figures']}"
 
 

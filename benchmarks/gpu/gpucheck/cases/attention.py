@@ -49,7 +49,7 @@ BATCHES = [
         [1_000 + 13 * i for i in range(63)] + [1_024, 77, 3_000],
     ),
 ]
-SMALL_BATCHES = [_decode(3, 20), Batch("mixed", [1, 9, 3], [11, 9, 14])]
+SMALL_BATCHES = [_decode(2, 300), Batch("mixed", [1, 9, 3], [11, 9, 14])]
 HEADS = [(32, 8, 128), (32, 8, 64)]
 """Llama 3 of 8 billion and of 1 billion parameters."""
 

@@ -1,17 +1,26 @@
-"""Matrix products with the weights of an 8-billion-parameter Llama, beside cuBLAS."""
+"""Products with the weights of an 8-billion-parameter Llama, beside cuBLAS; fused ones, too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from gpucheck.cases.case import ROUNDED, Case, Place
+from gpucheck.cases.case import MANY_ROUNDED, ROUNDED, Case, Place, Result
 
 WEIGHTS = {"qkv": (6_144, 4_096), "o": (4_096, 4_096), "gate up": (28_672, 4_096),
            "down": (4_096, 14_336), "head": (128_256, 4_096)}  # fmt: skip
 SMALL_WEIGHTS = {"even": (64, 256), "odd": (40, 72)}
 NUMS_ROWS = [1, 8, 64, 256, 4_096]
+FUSED = [
+    ("qkv", "norm", False),
+    ("o", "", True),
+    ("gate up", "norm", False),
+    ("down", "silu", True),
+    ("head", "", False),
+]
+"""A layer's products: what stands in front, and whether the result is added to the residual."""
 
 
 def cases(place: Place) -> Iterator[Case]:
@@ -19,6 +28,10 @@ def cases(place: Place) -> Iterator[Case]:
         for num_rows in place.pick(NUMS_ROWS, [3]):
             if name != "head" or num_rows <= 256:
                 yield _matmul_exact(place, name, num_rows, num_columns, depth)
+    for num_rows in place.pick([1, 8, 16], [1, 3]):
+        for name, before, accumulates in FUSED:
+            weight = (32, 256) if place.small else WEIGHTS[name]
+            yield _linear_small(place, name, num_rows, weight, before, accumulates=accumulates)
 
 
 def _matmul_exact(place: Place, name: str, num_rows: int, num_columns: int, depth: int) -> Case:
@@ -48,5 +61,57 @@ def _matmul_exact(place: Place, name: str, num_rows: int, num_columns: int, dept
         num_bytes=2 * (num_rows * depth + num_columns * depth) + out.nbytes,
         num_flops=2 * num_rows * num_columns * depth,
         other=lambda i: torch.mm(x, weights[i % len(weights)].t()),
+        other_name="cuBLAS ms",
+    )
+
+
+def _linear_small(
+    place: Place,
+    name: str,
+    num_rows: int,
+    weight_shape: tuple[int, int],
+    before: str,
+    *,
+    accumulates: bool,
+) -> Case:
+    from tokenmill.kernels.gpu.gemm_config import SplitWorkspace
+    from tokenmill.kernels.gpu.gemm_small import linear_small, linear_small_reference
+
+    num_columns, depth = weight_shape
+    weights = [
+        place.randn(num_columns, depth, scale=depth**-0.5)
+        for _ in place.sets(num_columns * depth * 2)
+    ]
+    x_type = torch.float32 if before == "norm" else torch.bfloat16
+    x = place.randn(num_rows, 2 * depth if before == "silu" else depth, dtype=x_type)
+    out = place.poisoned(num_rows, num_columns)
+    if accumulates:
+        out = place.randn(num_rows, num_columns, dtype=torch.float32)
+    expected = out.double()
+    workspace = SplitWorkspace.allocate(place.device)
+    options: dict[str, Any] = {"accumulates": accumulates, "gated": before == "silu"}
+    if before == "norm":
+        options |= {"norm_weight": place.randn(depth, dtype=torch.float32), "eps": 1e-5}
+
+    plain = x[:, :depth].bfloat16()
+
+    def launch(i: int) -> None:
+        linear_small(x, weights[i % len(weights)], out, workspace, **options)
+
+    def results() -> Iterator[Result]:
+        linear_small_reference(x, weights[0], expected, **options)
+        yield out, expected, MANY_ROUNDED if before else ROUNDED
+
+    parts = [before and f"{before} in front", accumulates and "added to the residual"]
+    return Case(
+        "linear_small",
+        ", ".join(
+            [name, *(part for part in parts if part), f"{num_rows} x {num_columns} x {depth}"]
+        ),
+        launch,
+        results,
+        num_bytes=2 * num_columns * depth,
+        num_flops=2 * num_rows * num_columns * depth,
+        other=lambda i: torch.mm(plain, weights[i % len(weights)].t()),
         other_name="cuBLAS ms",
     )
