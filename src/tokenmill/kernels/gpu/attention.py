@@ -1,0 +1,386 @@
+"""Attention over a paged cache on the GPU: prefill, decode and mixed batches in one call.
+
+Requests of few tokens (decoding, with or without drafts) have their keys split among programs
+(`attention_split.py`), the others take a program per tile of queries (`attention_prefill.py`). Both
+read K and V from the cache, those of this step's own tokens too.
+
+A token's result has the same bits alone and in any batch. With an exact config, also whether its
+request computes one token, a piece of a prompt, or all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from tokenmill.kernels.gpu.attention_config import PARTITION, AttentionConfig, choose_config
+from tokenmill.kernels.gpu.attention_prefill import prefill_kernel
+from tokenmill.kernels.gpu.attention_reference import paged_attention_reference
+from tokenmill.kernels.gpu.attention_split import (
+    PLAN_ROWS,
+    merge_kernel,
+    plan_kernel,
+    split_kernel,
+)
+from tokenmill.kernels.gpu.attention_tiles import KernelShape
+from tokenmill.kernels.gpu.launch import cdiv, define_op, next_power_of_2
+
+MAX_HEAD_SIZE = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_WORKSPACE = 1 << 26
+"""Float32 values that partial results take at most, unless the caller wants more."""
+
+_LOG2_E = math.log2(math.e)
+_PLAN_BLOCK = 1024
+"""Requests that the plan counts at a time."""
+_MERGE_ROWS = 16
+_MERGE_UNROLL = 4
+
+
+def workspace_size(
+    max_num_reqs: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    max_seq_len: int,
+    *,
+    max_split_query_len: int = 1,
+    partition: int = PARTITION,
+    max_values: int = MAX_WORKSPACE,
+) -> int:
+    """Float32 values of a workspace for steps of at most max_num_reqs requests.
+
+    It has room for the partial results of requests with max_split_query_len tokens each, but for no
+    more than max_values: a request that finds no room has fewer programs, and the same bits.
+    """
+    rows = max_num_reqs * max_split_query_len * cdiv(max_seq_len, partition)
+    partial = rows * num_heads * (head_size + 2) if max_seq_len > partition else 0
+    return _plan_size(max_num_reqs) + min(partial, max_values)
+
+
+def plan_attention(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    config: AttentionConfig,
+    sliding_window: int | None = None,
+) -> None:
+    """Count a step's work, once for all layers that share these sizes and the window.
+
+    `paged_attention` with the same tables, workspace and config, and `planned`, relies on it.
+    """
+    num_reqs = seq_lens.shape[0]
+    if num_reqs == 0:
+        return
+    group = num_heads // num_kv_heads
+    plan, partial = _plan_and_partial(workspace, num_reqs)
+    plan_kernel[(1,)](
+        seq_lens,
+        query_start_loc,
+        plan,
+        num_reqs,
+        num_reqs + 1,
+        len(partial) // (num_heads * (head_size + 2)) * group,
+        GROUP=group,
+        WINDOW=sliding_window or 0,
+        PARTITION=config.partition,
+        SPLIT_TOKENS=config.split.block_m // group,
+        PREFILL_TOKENS=config.prefill.block_m // group,
+        BLOCK=_PLAN_BLOCK,
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    workspace: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    causal: bool = True,
+    exact: bool = False,
+    config: AttentionConfig | None = None,
+    planned: bool = False,
+) -> None:
+    """Attend from query [num_tokens, num_heads * head_size] to the cache, into out of that shape.
+
+    kv_cache is [num_blocks, 2, block_size, num_kv_heads, head_size] of the queries' dtype
+    (bfloat16, float16, float32) or float8_e4m3fn, with scales (true value / cache value). Blocks
+    may lie apart, and rows of query and out. block_table is int32 [num_reqs, max_blocks], seq_lens
+    int32 [num_reqs], this step's tokens included, query_start_loc int32 [num_reqs + 1]; requests
+    without tokens, and rows behind the last request's, write nothing. sinks, [num_heads], are
+    logits that take part in the softmax of a head without a value of their own.
+
+    The workspace is float32, of `workspace_size`, and this call's own until it has ended. The
+    launch depends on max_query_len and max_seq_len, which are upper bounds. The config, which
+    `choose_config` makes for `exact` unless it is given, must stay the same for the same bits.
+    With `planned`, `plan_attention` has been called for this step.
+    """
+    _check(query, kv_cache, block_table, seq_lens, query_start_loc, out, workspace)
+    num_kv_heads, head_size = kv_cache.shape[3:]
+    num_heads = query.shape[1] // head_size
+    config = config or choose_config(num_heads // num_kv_heads, head_size, query.dtype, exact=exact)
+    tables = (block_table, seq_lens, query_start_loc)
+    factors = (*_score_factors(scale * k_scale, logits_soft_cap), v_scale)
+    call = _Call(query, kv_cache, tables, workspace, sinks, out, factors, config)
+    if len(seq_lens) and len(query):
+        if not planned:
+            sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
+            plan_attention(
+                query_start_loc,
+                seq_lens,
+                workspace,
+                **sizes,
+                config=config,
+                sliding_window=sliding_window,
+            )
+        has_soft_cap = logits_soft_cap is not None
+        _attend(call, sliding_window, causal, has_soft_cap, max_query_len, max_seq_len)
+
+
+def paged_attention_cpu(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    workspace: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    exact: bool = False,
+    **options: Any,
+) -> None:
+    """The reference, with the face of `paged_attention`: the torch op where there is no GPU."""
+    paged_attention_reference(
+        query, kv_cache, block_table, seq_lens, query_start_loc, out, **options
+    )
+
+
+define_op(
+    "paged_attention(Tensor query, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
+    " Tensor query_start_loc, Tensor(a!) out, *, Tensor(b!) workspace, int max_query_len,"
+    " int max_seq_len, float scale, int? sliding_window=None, float? logits_soft_cap=None,"
+    " Tensor? sinks=None, float k_scale=1.0, float v_scale=1.0, bool causal=True,"
+    " bool exact=False) -> ()",
+    cuda=paged_attention,
+    cpu=paged_attention_cpu,
+)
+
+
+class _Call(NamedTuple):
+    """The arguments that both kernels take."""
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """block_table, seq_lens, query_start_loc"""
+    workspace: torch.Tensor
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    factors: tuple[float, float, float]
+    """Those of scores, and the scale of values."""
+    config: AttentionConfig
+
+
+def _attend(
+    call: _Call,
+    sliding_window: int | None,
+    causal: bool,
+    has_soft_cap: bool,
+    max_query_len: int,
+    max_seq_len: int,
+) -> None:
+    """Launch the kernels of a step that is planned."""
+    _, _, block_size, num_kv_heads, head_size = call.kv_cache.shape
+    split, prefill = kernel_shapes(
+        call.query.shape[1] // head_size,
+        num_kv_heads,
+        head_size,
+        block_size,
+        call.kv_cache.stride(0),
+        sliding_window,
+        causal,
+        has_soft_cap,
+        call.sinks is not None,
+        call.config,
+    )
+    if max_query_len > split.tile_tokens:
+        _prefill(call, prefill, split.tile_tokens)
+    _split(call, split, max_query_len, max_seq_len)
+
+
+def _prefill(call: _Call, shape: KernelShape, split_tokens: int) -> None:
+    """Attend from the requests of more than split_tokens tokens."""
+    block_table, num_reqs = call.tables[0], len(call.tables[1])
+    num_tokens = len(call.query)
+    plan, _ = _plan_and_partial(call.workspace, num_reqs)
+    # At most: whole tiles, and one that is not full for each of these requests.
+    num_tiles = num_tokens // shape.tile_tokens + min(num_reqs, num_tokens // (split_tokens + 1))
+    prefill_kernel[(shape.num_kv_heads, num_tiles)](
+        call.query,
+        call.kv_cache,
+        *call.tables,
+        plan[2 * (num_reqs + 1) :],
+        call.sinks,
+        call.out,
+        num_reqs,
+        call.query.stride(0),
+        call.out.stride(0),
+        block_table.stride(0),
+        *call.factors,
+        shape,
+        **call.config.prefill.launch_options,
+    )
+
+
+def _split(call: _Call, shape: KernelShape, max_query_len: int, max_seq_len: int) -> None:
+    """Attend from the requests of at most `tile_tokens` tokens."""
+    block_table, num_reqs = call.tables[0], len(call.tables[1])
+    plan, partial = _plan_and_partial(call.workspace, num_reqs)
+    capacity = len(partial) // (shape.num_kv_heads * (shape.head_size + 2))
+    num_partitions = cdiv(max_seq_len, shape.partition)
+    num_items = num_reqs * num_partitions * shape.num_kv_heads
+    split_kernel[(min(num_items, call.config.split_programs),)](
+        call.query,
+        call.kv_cache,
+        *call.tables,
+        plan,
+        partial,
+        call.sinks,
+        call.out,
+        num_reqs,
+        call.query.stride(0),
+        call.out.stride(0),
+        block_table.stride(0),
+        num_reqs + 1,
+        capacity,
+        *call.factors,
+        shape,
+        **call.config.split.launch_options,
+    )
+    if num_partitions == 1:
+        return
+    rows = min(max_query_len, shape.tile_tokens) * shape.group
+    merge_kernel[(shape.num_kv_heads, num_reqs, cdiv(rows, _MERGE_ROWS))](
+        call.tables[2],
+        plan,
+        partial,
+        call.sinks,
+        call.out,
+        call.out.stride(0),
+        num_reqs + 1,
+        capacity,
+        call.factors[2],
+        _MERGE_ROWS,
+        _MERGE_UNROLL,
+        shape,
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def _plan_size(num_reqs: int) -> int:
+    """Values that the plan takes of a workspace; what follows it is aligned."""
+    return cdiv(PLAN_ROWS * (num_reqs + 1), 64) * 64
+
+
+def _plan_and_partial(workspace: torch.Tensor, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The int32 plan and the room for partial results."""
+    size = _plan_size(num_reqs)
+    return workspace[:size].view(torch.int32), workspace[size:]
+
+
+def _score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """What `_fold_tile` multiplies scores with, and its soft cap."""
+    if soft_cap is None:
+        return scale * _LOG2_E, 0.0
+    return 2.0 * _LOG2_E * scale / soft_cap, soft_cap * _LOG2_E
+
+
+@lru_cache(maxsize=64)
+def kernel_shapes(
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    block_stride: int,
+    sliding_window: int | None,
+    causal: bool,
+    has_soft_cap: bool,
+    has_sinks: bool,
+    config: AttentionConfig,
+) -> tuple[KernelShape, KernelShape]:
+    """What the (split, prefill) kernels are compiled for."""
+
+    def shape(block_m: int, block_n: int, in_partitions: bool) -> KernelShape:
+        return KernelShape(
+            num_kv_heads=num_kv_heads,
+            group=num_heads // num_kv_heads,
+            head_size=head_size,
+            block_d=max(16, next_power_of_2(head_size)),
+            block_size=block_size,
+            block_stride=block_stride,
+            window=sliding_window or 0,
+            causal=causal,
+            has_soft_cap=has_soft_cap,
+            has_sinks=has_sinks,
+            partition=config.partition,
+            block_m=block_m,
+            block_n=block_n,
+            in_partitions=in_partitions,
+        )
+
+    split, prefill = config.split, config.prefill
+    return (
+        shape(split.block_m, split.block_n, True),
+        shape(prefill.block_m, prefill.block_n, config.exact),
+    )
+
+
+def _check(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+) -> None:
+    assert query.dtype in DTYPES
+    assert kv_cache.dtype in (query.dtype, torch.float8_e4m3fn)
+    assert kv_cache.ndim == 5
+    assert kv_cache.shape[1] == 2
+    assert kv_cache[0].is_contiguous()
+    assert query.shape[1] % (kv_cache.shape[3] * kv_cache.shape[4]) == 0
+    assert kv_cache.shape[4] <= MAX_HEAD_SIZE
+    assert out.shape == query.shape
+    assert query.stride(1) == out.stride(1) == 1
+    assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
+    assert block_table.stride(1) == 1
+    assert len(block_table) == len(seq_lens) == len(query_start_loc) - 1
+    assert seq_lens.is_contiguous()
+    assert query_start_loc.is_contiguous()
+    assert workspace.dtype == torch.float32
+    assert workspace.is_contiguous()
+    assert len(workspace) >= _plan_size(len(seq_lens))

@@ -1,0 +1,260 @@
+"""Attention of the requests that compute few tokens: their keys are split among programs.
+
+plan    one program      counts the work of a step, so that others find theirs
+split   as many as fill  each walks over items: a partition of a request's keys for one KV head, or
+        the device       all partitions where there is one, or where the workspace has no room left
+merge   one per request  merges the partitions of a request in order
+        and KV head
+
+Plan, int32 [3, at least num_reqs + 1], each row the running sum of
+
+    items       partitions that become an item, of requests of at most `tile_tokens` tokens
+    rows        rows of partial results in the workspace
+    tiles       tiles of queries of longer requests (`attention_prefill.py`)
+
+Workspace, float32: outputs [capacity, num_kv_heads, head_size], then (peak, total)
+[capacity, num_kv_heads, 2]; a request's rows are [partitions, tokens * group].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tokenmill.kernels.gpu.attention_tiles import (
+    empty_state,
+    find_request,
+    load_query,
+    merge_states,
+    normalize,
+    store_output,
+    walk,
+)
+
+PLAN_ROWS = 3
+
+
+@triton.jit
+def _partitions(
+    seq_len: tl.tensor, query_len: tl.tensor, WINDOW: tl.constexpr, PARTITION: tl.constexpr
+) -> Any:
+    """(first partition that a request's tokens see, number of partitions)."""
+    first = seq_len * 0
+    if WINDOW > 0:
+        first = tl.maximum(seq_len - query_len - WINDOW + 1, 0) // PARTITION
+    return first, tl.cdiv(seq_len, PARTITION) - first
+
+
+@triton.jit(do_not_specialize=["num_reqs", "plan_stride", "capacity"])
+def plan_kernel(
+    seq_lens: tl.tensor,
+    query_start_loc: tl.tensor,
+    plan: tl.tensor,
+    num_reqs: tl.tensor,
+    plan_stride: tl.tensor,
+    capacity: tl.tensor,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PARTITION: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    PREFILL_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (1,). The tokens are those of a tile of queries of each kernel."""
+    num_items = 0
+    num_rows = 0
+    num_tiles = 0
+    for first_req in range(0, num_reqs, BLOCK):
+        reqs = first_req + tl.arange(0, BLOCK)
+        mask = reqs < num_reqs
+        start = tl.load(query_start_loc + reqs, mask=mask, other=0)
+        query_len = tl.load(query_start_loc + reqs + 1, mask=mask, other=0) - start
+        seq_len = tl.load(seq_lens + reqs, mask=mask, other=0)
+        is_split = (query_len > 0) & (query_len <= SPLIT_TOKENS)
+        _, num_partitions = _partitions(seq_len, query_len, WINDOW, PARTITION)
+        num_partitions = tl.where(is_split, num_partitions, 0)
+        rows = tl.where(num_partitions > 1, num_partitions * query_len * GROUP, 0)
+        row_end = num_rows + tl.cumsum(rows, 0)
+        items = tl.where(row_end <= capacity, num_partitions, tl.minimum(num_partitions, 1))
+        tiles = tl.where(query_len > SPLIT_TOKENS, tl.cdiv(query_len, PREFILL_TOKENS), 0)
+        tl.store(plan + reqs, num_items + tl.cumsum(items, 0) - items, mask=mask)
+        tl.store(plan + plan_stride + reqs, row_end - rows, mask=mask)
+        tile_starts = num_tiles + tl.cumsum(tiles, 0) - tiles
+        tl.store(plan + 2 * plan_stride + reqs, tile_starts, mask=mask)
+        num_items += tl.sum(items, 0)
+        num_rows += tl.sum(rows, 0)
+        num_tiles += tl.sum(tiles, 0)
+    tl.store(plan + num_reqs, num_items)
+    tl.store(plan + plan_stride + num_reqs, num_rows)
+    tl.store(plan + 2 * plan_stride + num_reqs, num_tiles)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "table_stride", "plan_stride", "capacity"])
+def split_kernel(
+    query: tl.tensor,
+    kv_cache: tl.tensor,
+    block_table: tl.tensor,
+    seq_lens: tl.tensor,
+    query_start_loc: tl.tensor,
+    plan: tl.tensor,
+    workspace: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    num_reqs: tl.tensor,
+    query_stride: tl.tensor,
+    out_stride: tl.tensor,
+    table_stride: tl.tensor,
+    plan_stride: tl.tensor,
+    capacity: tl.tensor,
+    qk_scale: tl.tensor,
+    soft_cap: tl.tensor,
+    v_scale: tl.tensor,
+    S: tl.constexpr,
+) -> None:
+    """Grid (any number of programs,). A request of one item is finished here."""
+    num_items = tl.load(plan + num_reqs) * S.num_kv_heads
+    for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        kv_head = index % S.num_kv_heads
+        item = index // S.num_kv_heads
+        req = find_request(plan, item, num_reqs)
+        first_item = tl.load(plan + req)
+        is_whole = tl.load(plan + req + 1) - first_item == 1
+        start = tl.load(query_start_loc + req)
+        query_len = tl.load(query_start_loc + req + 1) - start
+        seq_len = tl.load(seq_lens + req)
+        q = load_query(query, query_stride, start, query_len, kv_head, S)
+        acc, peak, total = _attend_item(
+            q,
+            item - first_item,
+            is_whole,
+            query_len,
+            seq_len,
+            kv_cache + kv_head * S.head_size,
+            block_table + req.to(tl.int64) * table_stride,
+            qk_scale,
+            soft_cap,
+            S,
+        )
+        rows = tl.arange(0, S.block_m)
+        if is_whole:
+            values = normalize(acc, peak, total, sinks, rows, kv_head, v_scale, S)
+            store_output(out, out_stride, values, rows, start, query_len, kv_head, S)
+        else:
+            num_rows = query_len * S.group
+            first_row = tl.load(plan + plan_stride + req) + (item - first_item) * num_rows
+            places = (first_row + rows).to(tl.int64) * S.num_kv_heads + kv_head
+            _store_partial(workspace, capacity, places, rows < num_rows, acc, peak, total, S)
+
+
+@triton.jit
+def _attend_item(
+    q: tl.tensor,
+    part: tl.tensor,
+    is_whole: tl.tensor,
+    query_len: tl.tensor,
+    seq_len: tl.tensor,
+    keys: tl.tensor,
+    table: tl.tensor,
+    qk_scale: tl.tensor,
+    soft_cap: tl.tensor,
+    S: tl.constexpr,
+) -> Any:
+    """State of a request's rows after one partition, or after all of them."""
+    first, _ = _partitions(seq_len, query_len, S.window, S.partition)
+    position = seq_len - query_len
+    begin = (first + part) * S.partition
+    if S.window > 0:
+        seen = tl.maximum(position - S.window + 1, 0) // S.block_n * S.block_n
+        begin = tl.maximum(begin, seen)
+    end = tl.where(is_whole, seq_len, (first + part + 1) * S.partition)
+    positions = position + tl.arange(0, S.block_m) // S.group
+    sequence = (keys, table, positions, seq_len, qk_scale, soft_cap)
+    acc, peak, total = empty_state(S.block_m, S)
+    return walk(q, acc, peak, total, begin, tl.minimum(end, seq_len), sequence, True, S)
+
+
+@triton.jit
+def _store_partial(
+    workspace: tl.tensor,
+    capacity: tl.tensor,
+    places: tl.tensor,
+    mask: tl.tensor,
+    acc: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
+    S: tl.constexpr,
+) -> None:
+    """Store the state of rows at their places, int64, in [capacity, num_kv_heads]."""
+    dims = tl.arange(0, S.block_d)
+    acc_mask = mask[:, None]
+    if S.block_d != S.head_size:
+        acc_mask &= (dims < S.head_size)[None, :]
+    tl.store(workspace + places[:, None] * S.head_size + dims[None, :], acc, mask=acc_mask)
+    sums = workspace + capacity.to(tl.int64) * (S.num_kv_heads * S.head_size) + places * 2
+    tl.store(sums, peak, mask=mask)
+    tl.store(sums + 1, total, mask=mask)
+
+
+@triton.jit
+def _load_partial(
+    workspace: tl.tensor,
+    capacity: tl.tensor,
+    places: tl.tensor,
+    mask: tl.tensor,
+    S: tl.constexpr,
+) -> Any:
+    """What `_store_partial` stored; an empty state where there is nothing."""
+    dims = tl.arange(0, S.block_d)
+    acc_mask = mask[:, None]
+    if S.block_d != S.head_size:
+        acc_mask &= (dims < S.head_size)[None, :]
+    pointers = workspace + places[:, None] * S.head_size + dims[None, :]
+    acc = tl.load(pointers, mask=acc_mask, other=0.0)
+    sums = workspace + capacity.to(tl.int64) * (S.num_kv_heads * S.head_size) + places * 2
+    peak = tl.load(sums, mask=mask, other=-float("inf"))
+    total = tl.load(sums + 1, mask=mask, other=0.0)
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["plan_stride", "capacity"])
+def merge_kernel(
+    query_start_loc: tl.tensor,
+    plan: tl.tensor,
+    workspace: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    out_stride: tl.tensor,
+    plan_stride: tl.tensor,
+    capacity: tl.tensor,
+    v_scale: tl.tensor,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    S: tl.constexpr,
+) -> None:
+    """Grid (num_kv_heads, num_reqs, rows of a request / ROWS).
+
+    The loads of UNROLL partitions are under way together.
+    """
+    kv_head = tl.program_id(0)
+    req = tl.program_id(1)
+    num_parts = tl.load(plan + req + 1) - tl.load(plan + req)
+    start = tl.load(query_start_loc + req)
+    query_len = tl.load(query_start_loc + req + 1) - start
+    num_rows = query_len * S.group
+    first = tl.program_id(2) * ROWS
+    if (num_parts <= 1) | (first >= num_rows):
+        return
+    rows = first + tl.arange(0, ROWS)
+    first_row = tl.load(plan + plan_stride + req)
+    acc, peak, total = empty_state(ROWS, S)
+    for begin in range(0, num_parts, UNROLL):
+        for part in tl.static_range(UNROLL):
+            mask = rows < tl.where(begin + part < num_parts, num_rows, 0)
+            places = (first_row + (begin + part) * num_rows + rows).to(tl.int64)
+            places = places * S.num_kv_heads + kv_head
+            loaded, loaded_peak, loaded_total = _load_partial(workspace, capacity, places, mask, S)
+            acc, peak, total = merge_states(acc, peak, total, loaded, loaded_peak, loaded_total)
+    values = normalize(acc, peak, total, sinks, rows, kv_head, v_scale, S)
+    store_output(out, out_stride, values, rows, start, query_len, kv_head, S)
