@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -292,7 +293,7 @@ class Bench:
         num_columns, depth = weights[0].shape
         (x,) = random_matrices(1, num_rows, depth)
         out = x.new_empty(num_rows, num_columns)
-        torch_seconds = seconds_of([lambda w=w: functional.linear(x, w) for w in weights], limit)
+        torch_seconds = seconds_of([partial(functional.linear, x, w) for w in weights], limit)
         results = []
         for tile in tiles:
             for segments in segment_choices(tile, num_columns, depth):
@@ -301,11 +302,9 @@ class Bench:
                 values = tile.block_m * tile.block_n
                 if tile.segments_in_grid and not self.workspace.holds(num_tiles, count, values):
                     continue
+                how = {"tile": tile, "num_segments": segments}
                 calls = [
-                    lambda w=w, tile=tile, segments=segments: matmul_exact(
-                        x, w, None, out, self.workspace, tile=tile, num_segments=segments
-                    )
-                    for w in weights
+                    partial(matmul_exact, x, w, None, out, self.workspace, **how) for w in weights
                 ]
                 try:
                     seconds = seconds_of(calls, limit)
