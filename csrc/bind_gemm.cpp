@@ -44,6 +44,14 @@ BlockType block_type(const std::string& name) {
   throw std::invalid_argument("block type must be Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0, not " + name);
 }
 
+Multiplier multiplier(const std::string& name) {
+  if (name == "amx_registers") return Multiplier::amx_registers;
+  if (name == "amx_cache") return Multiplier::amx_cache;
+  if (name == "avx512_bf16") return Multiplier::avx512_bf16;
+  if (name == "avx512_int8") return Multiplier::avx512_int8;
+  throw std::invalid_argument("no multiplier is called " + name);
+}
+
 void check_groups(int k) {
   check(k % kStep == 0, "k", "a multiple of " + std::to_string(kStep));
 }
@@ -122,9 +130,10 @@ void bind_machine(nb::module_& module) {
     Unlocked unlocked;
     return measure_read_bandwidth(num_bytes, repeats);
   });
-  module.def("measure_amx_peak", [](bool from_cache, int repeats) {
+  module.def("measure_peak", [](const std::string& name, int repeats) {
+    const Multiplier source = multiplier(name);
     Unlocked unlocked;
-    return measure_amx_peak(from_cache ? PeakSource::cache : PeakSource::registers, repeats);
+    return measure_peak(source, repeats);
   });
 }
 

@@ -43,6 +43,16 @@ void fill_random(bf16* values, std::size_t count) {
   }
 }
 
+double multiply(Multiplier multiplier, const void* data) {
+  switch (multiplier) {
+    case Multiplier::amx_registers: return multiply_registers_amx(data);
+    case Multiplier::amx_cache: return multiply_cache_amx(data, kCacheOperands);
+    case Multiplier::avx512_bf16: return multiply_bf16_avx512(data);
+    case Multiplier::avx512_int8: return multiply_int8_avx512(data);
+  }
+  return 0;
+}
+
 }  // namespace
 
 double measure_read_bandwidth(std::size_t num_bytes, int repeats) {
@@ -61,8 +71,10 @@ double measure_read_bandwidth(std::size_t num_bytes, int repeats) {
   return static_cast<double>(num_bytes) / seconds;
 }
 
-double measure_amx_peak(PeakSource source, int repeats) {
-  need(Isa::amx);
+double measure_peak(Multiplier multiplier, int repeats) {
+  const bool has_tiles =
+      multiplier == Multiplier::amx_registers || multiplier == Multiplier::amx_cache;
+  need(has_tiles ? Isa::amx : Isa::avx512);
   const std::size_t size = kCacheOperands * num_threads();
   const std::shared_ptr<void> buffer = allocate_weights(size);
   fill_random(static_cast<bf16*>(buffer.get()), size / sizeof(bf16));
@@ -70,8 +82,7 @@ double measure_amx_peak(PeakSource source, int repeats) {
   const double seconds = best_seconds(repeats + 1, [&] {
     parallel_for(num_threads(), [&](int task, int) {
       const char* data = static_cast<const char*>(buffer.get()) + task * kCacheOperands;
-      operations[task] = source == PeakSource::cache ? multiply_cache_amx(data, kCacheOperands)
-                                                     : multiply_registers_amx(data);
+      operations[task] = multiply(multiplier, data);
     });
   });
   double sum = 0;

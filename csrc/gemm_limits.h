@@ -10,20 +10,25 @@ namespace tokenmill {
 // the best of `repeats` rounds. A buffer that fits a cache shows the cache.
 double measure_read_bandwidth(std::size_t num_bytes, int repeats);
 
-enum class PeakSource {
-  registers,  // operands stay in registers
-  cache,      // both operands are read from the second-level cache
+enum class Multiplier {
+  amx_registers,  // bf16 tiles, operands in registers
+  amx_cache,      // bf16 tiles, both operands read from the second-level cache
+  avx512_bf16,    // bf16 pairs, operands in registers
+  avx512_int8,    // int8 quads, operands in registers
 };
 
-// bf16 floating-point operations per second of all threads together, with tiles; the best of
-// `repeats` rounds. Operands are random: with zeros the clock runs about a sixth faster, which no
-// product of real numbers reaches. Needs AMX.
-double measure_amx_peak(PeakSource source, int repeats);
+// Operations per second of all threads together, a multiplication and an addition being two; the
+// best of `repeats` rounds. Operands are random: with zeros the clock of tiles runs about a sixth
+// faster, which no product of real numbers reaches. Throws std::runtime_error if the instructions
+// may not be used.
+double measure_peak(Multiplier multiplier, int repeats);
 
 // What the instruction sets provide: one thread's share of a round.
 void read_bytes_avx512(const void* data, std::size_t num_bytes);
-// These return the operations done. `data` are bf16 operands, a multiple of four tiles.
+// These return the operations done. `data` are bf16 operands, a multiple of four tiles (4 kB).
 double multiply_registers_amx(const void* data);
 double multiply_cache_amx(const void* data, std::size_t num_bytes);
+double multiply_bf16_avx512(const void* data);
+double multiply_int8_avx512(const void* data);
 
 }  // namespace tokenmill

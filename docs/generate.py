@@ -9,6 +9,12 @@ from pathlib import Path
 import msgspec
 
 from tokenmill.config.engine_args import EngineArgs
+from tokenmill.entrypoints.bench.options import (
+    KernelOptions,
+    LatencyOptions,
+    StartupOptions,
+    ThroughputOptions,
+)
 from tokenmill.entrypoints.cli.chat import NOT_IN_A_CHAT
 from tokenmill.entrypoints.cli.flags import NOT_ON_THE_COMMAND_LINE, field_docs
 from tokenmill.observe.environment import VARIABLES
@@ -34,6 +40,12 @@ Fields of `SamplingParams(...)`, and flags of `tokenmill generate` and `tokenmil
 
 """
 
+BENCH_HEAD = """
+## Benchmarks
+
+Flags of `tokenmill bench`, beside those of the engine. `--json` prints one object; with `latency` and `throughput`, `--profile` shows the stages of a step.
+"""
+
 ENVIRONMENT_HEAD = """
 ## Environment
 
@@ -47,6 +59,23 @@ def environment() -> str:
     """Every variable that we read."""
     rows = [f"| `{name}` | {meaning} |\n" for name, meaning in VARIABLES.items()]
     return ENVIRONMENT_HEAD + "".join(rows) + LIBRARIES
+
+
+def benchmarks() -> str:
+    """Every command of `tokenmill bench`, with its options."""
+    commands = {
+        "latency": LatencyOptions,
+        "throughput": ThroughputOptions,
+        "kernels": KernelOptions,
+        "startup": StartupOptions,
+    }
+    return BENCH_HEAD + "".join(
+        f"\n`tokenmill bench {name}`\n\n"
+        + table(
+            field_docs(owner), {each.name: each.default for each in dataclasses.fields(owner)}, ()
+        )
+        for name, owner in commands.items()
+    )
 
 
 def table(docs: dict[str, str], defaults: dict[str, object], no_flags: Collection[str]) -> str:
@@ -71,6 +100,7 @@ def render() -> str:
         + table(field_docs(EngineArgs), engine, NOT_ON_THE_COMMAND_LINE | {"seed"})
         + SAMPLING_HEAD.format(not_in_a_chat=", ".join(sorted(NOT_IN_A_CHAT)))
         + table(field_docs(SamplingParams), sampling, NOT_ON_THE_COMMAND_LINE)
+        + benchmarks()
         + environment()
     )
 

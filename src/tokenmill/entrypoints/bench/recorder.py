@@ -1,0 +1,169 @@
+"""What an engine's steps computed, and how long they took."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tokenmill.engine.client import InProcessClient
+from tokenmill.entrypoints.bench.cost import RequestWork
+from tokenmill.executor.local import LocalExecutor
+from tokenmill.kernels import native
+from tokenmill.observe.stage_times import StageTime, StageTimes
+
+if TYPE_CHECKING:
+    from tokenmill.contracts.plan import SchedulerOutput
+    from tokenmill.engine.core import EngineCore
+    from tokenmill.engine.output_processor import OutputProcessor
+    from tokenmill.entrypoints.llm import LLM
+    from tokenmill.models.base import CausalLM
+    from tokenmill.outputs import RequestOutput
+    from tokenmill.worker.model_runner import ModelRunner
+    from tokenmill.worker.worker import Worker
+
+CORE_STEP = "step"
+"""The stage that contains all others but `output`."""
+
+RUNNER_STAGES = {
+    "update_states": "apply plan",
+    "_prepare_inputs": "prepare",
+    "_build_attention_metadata": "prepare",
+    "_forward": "forward",
+    "_compute_logits": "logits",
+    "_sample": "sample",
+    "_count_new_tokens": "commit",
+    "_finish": "commit",
+    "_commit": "commit",
+}
+"""Methods of the runner to the names of their stages."""
+
+NO_KERNELS = frozenset(
+    (
+        "active_isa", "allocate_weights", "count_tasks", "detected_isa", "measure_peak",
+        "measure_read_bandwidth", "num_threads", "pack_bf16", "pack_blocks", "packed_blocks_bytes",
+        "packed_bf16_bytes", "quantized_bytes", "set_active_isa", "set_num_threads",
+    )
+)  # fmt: skip
+"""Functions of the native module that no step computes with."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Where to look inside an engine that runs in this process."""
+
+    core: EngineCore
+    worker: Worker
+    runner: ModelRunner
+    model: CausalLM
+    output_processor: OutputProcessor
+
+    @classmethod
+    def of(cls, llm: LLM) -> EngineParts:
+        engine = llm.llm_engine
+        client = engine._client
+        assert isinstance(client, InProcessClient), "a core elsewhere cannot be looked into"
+        executor = client.core._executor
+        assert isinstance(executor, LocalExecutor), "a worker elsewhere cannot be looked into"
+        worker = executor._running_worker()
+        runner = worker.runner
+        return cls(client.core, worker, runner, runner._model, engine._output_processor)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of the engine."""
+
+    work: tuple[RequestWork, ...]
+    num_sampled: int
+    seconds: float
+    """From the plan to the outputs."""
+    stages: dict[str, StageTime] = field(default_factory=dict)
+    """Empty without a profile."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(each.num_tokens for each in self.work)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computed one token and sampled one."""
+        return self.num_tokens == len(self.work) == self.num_sampled
+
+
+class StepRecorder:
+    """Steps an engine and keeps a record of each step, inside a `with` block.
+
+    It is the core's journal, which tells it the plans; a profile is measured by `StageTimes`.
+    """
+
+    def __init__(self, llm: LLM, *, profile: bool) -> None:
+        self.steps: list[StepRecord] = []
+        self._engine = llm.llm_engine
+        self._parts = EngineParts.of(llm)
+        self._profile = profile
+        self._times = StageTimes()
+        self._num_computed: dict[str, int] = {}
+        self._under_way: dict[int, tuple[RequestWork, ...]] = {}
+        self._settled: tuple[SchedulerOutput, tuple[RequestWork, ...]] | None = None
+
+    def __enter__(self) -> StepRecorder:
+        self._journal_before = self._parts.core.journal
+        self._parts.core.journal = self
+        if self._profile:
+            watch_stages(self._times, self._parts)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._times.__exit__()
+        self._parts.core.journal = self._journal_before
+
+    def step(self) -> list[RequestOutput]:
+        """Step the engine."""
+        begin = time.perf_counter()
+        outputs = self._engine.step()
+        seconds = time.perf_counter() - begin
+        if self._settled is not None:
+            plan, work = self._settled
+            self._settled = None
+            self.steps.append(
+                StepRecord(work, sum(plan.is_sampled), seconds, stages=self._times.take())
+            )
+        return outputs
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """A plan is submitted: note what it computes."""
+        for request in plan.scheduled_new_reqs:
+            self._num_computed[request.req_id] = request.num_computed_tokens
+        work = []
+        for req_id, num_tokens, num_logits in zip(
+            plan.req_ids, plan.num_scheduled_tokens, plan.num_logits, strict=True
+        ):
+            self._num_computed[req_id] += num_tokens
+            work.append(RequestWork(num_tokens, self._num_computed[req_id], num_logits))
+        self._under_way[plan.step_id] = tuple(work)
+
+    def end(self, plan: SchedulerOutput) -> None:
+        """Its step has settled."""
+        self._settled = plan, self._under_way.pop(plan.step_id)
+
+
+def watch_stages(times: StageTimes, parts: EngineParts) -> None:
+    """Measure the stages of a step; and of the native kernels, which they spend in kernels."""
+    times.watch(parts.core, "step", CORE_STEP)
+    times.watch(parts.core.scheduler, "schedule", "schedule")
+    for method, stage in RUNNER_STAGES.items():
+        times.watch(parts.runner, method, stage)
+    times.watch(parts.core.scheduler, "update_from_output", "settle")
+    times.watch(parts.output_processor, "process_outputs", "output")
+    if native.is_available():
+        watch_native_kernels(times)
+
+
+def watch_native_kernels(times: StageTimes) -> None:
+    """Count all calls of the native module, and the replay of recorded steps, as kernel time."""
+    module = native.module()
+    for name, value in vars(module).items():
+        if callable(value) and not isinstance(value, type) and name not in NO_KERNELS:
+            times.watch_kernel(module, name)
+    times.watch_kernel(module.Program, "replay")

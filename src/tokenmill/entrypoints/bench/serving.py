@@ -1,0 +1,244 @@
+"""Requests through an engine: how long their prompts and their tokens take, beside the limits."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+from typing import TYPE_CHECKING
+
+from tokenmill.config.device import NATIVE_KERNELS
+from tokenmill.config.memory import Weights
+from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.engine.build import open_model
+from tokenmill.entrypoints.bench.cost import Cost, ModelCost, model_cost
+from tokenmill.entrypoints.bench.limits import Limits, Peak, limits_of
+from tokenmill.entrypoints.bench.options import LatencyOptions, ThroughputOptions
+from tokenmill.entrypoints.bench.profile import StageReport, profile_of
+from tokenmill.entrypoints.bench.recorder import EngineParts, StepRecord, StepRecorder
+from tokenmill.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from tokenmill.config.engine_args import EngineArgs
+    from tokenmill.config.engine_config import EngineConfig
+    from tokenmill.entrypoints.llm import LLM
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Requests that were queued at once, until the last was done."""
+
+    num_requests: int
+    num_output_tokens: int
+    seconds: float
+    steps: list[StepRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """Steps of one kind: those with prompt tokens among them, or those that only decode."""
+
+    phase: str
+    """`prompts` or `decode`."""
+    num_steps: int
+    num_tokens: int
+    """Computed in these steps."""
+    seconds: float
+    tokens_per_second: float
+    step_milliseconds: float
+    """Median."""
+    step_milliseconds_p99: float
+    num_bytes: float
+    """Weights, keys and values that have to be read, of all steps."""
+    flops: float
+    read_bandwidth: float
+    """Bytes per second, measured on a buffer of a step's size."""
+    limit_seconds: float
+    """The longer of reading and computing, step by step, at the machine's best."""
+    bound_by: str
+    """`memory` or `compute`: what most of the limit comes from."""
+    share_of_limit: float
+    """1 would be as fast as the machine allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingReport:
+    """What `tokenmill bench latency` and `throughput` say; a run of the median length."""
+
+    num_requests: int
+    input_len: int
+    output_len: int
+    peak: Peak
+    phases: list[PhaseReport]
+    seconds: float
+    """Of the whole call."""
+    all_seconds: list[float]
+    """Of each run."""
+    requests_per_second: float
+    output_tokens_per_second: float
+    profile: dict[str, list[StageReport]]
+    """By phase; empty if none was asked for."""
+
+
+def measure_latency(
+    llm: LLM, weights: Weights, options: LatencyOptions, *, profile: bool
+) -> ServingReport:
+    """One batch, again and again. Raises `InvalidRequestError` if it does not fit the context."""
+    counts = [options.batch_size] * options.num_iters_warmup
+    return _measure(llm, weights, counts, options.batch_size, options, profile=profile)
+
+
+def measure_throughput(
+    llm: LLM, weights: Weights, options: ThroughputOptions, *, profile: bool
+) -> ServingReport:
+    """Many requests. Raises `InvalidRequestError` if one does not fit the context."""
+    counts = [max(options.num_prompts // 8, 1)] * options.num_iters_warmup
+    return _measure(llm, weights, counts, options.num_prompts, options, profile=profile)
+
+
+def _measure(
+    llm: LLM,
+    weights: Weights,
+    warmup_counts: list[int],
+    count: int,
+    options: LatencyOptions | ThroughputOptions,
+    *,
+    profile: bool,
+) -> ServingReport:
+    for warmup_count in warmup_counts:
+        run_requests(llm, warmup_count, options.input_len, options.output_len)
+    runs = [
+        run_requests(llm, count, options.input_len, options.output_len, profile=profile)
+        for _ in range(options.num_iters)
+    ]
+    config = llm.llm_engine.config
+    cost, limits = cost_of(llm, weights), limits_of(config.device, config.model.dtype)
+    peak = limits.peak(blocks=cost.in_blocks)
+    seconds = median_low(run.seconds for run in runs)
+    chosen = next(run for run in runs if run.seconds == seconds)
+    return ServingReport(
+        num_requests=count,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        peak=peak,
+        phases=[
+            _phase_report(phase, steps, cost, limits, peak)
+            for phase, steps in phases_of(chosen.steps).items()
+        ],
+        seconds=seconds,
+        all_seconds=[run.seconds for run in runs],
+        requests_per_second=count / seconds,
+        output_tokens_per_second=chosen.num_output_tokens / seconds,
+        profile=_profiles(runs) if profile else {},
+    )
+
+
+def run_requests(
+    llm: LLM, count: int, input_len: int, output_len: int, *, profile: bool = False
+) -> Run:
+    """Queue `count` requests with random prompts, and step until all are done."""
+    engine = llm.llm_engine
+    llm.reset_prefix_cache()
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=output_len,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    prompts = random_prompts(count, input_len, engine.config.model.vocab_size)
+    request_ids = [f"bench-{number}" for number in range(count)]
+    num_output_tokens = 0
+    with StepRecorder(llm, profile=profile) as recorder:
+        begin = time.perf_counter()
+        try:
+            for request_id, prompt in zip(request_ids, prompts, strict=True):
+                engine.add_request(request_id, prompt, params)
+            while engine.has_unfinished_requests():
+                for output in recorder.step():
+                    num_output_tokens += sum(len(each.token_ids) for each in output.outputs)
+        finally:
+            engine.abort_request(request_ids)
+        seconds = time.perf_counter() - begin
+    return Run(count, num_output_tokens, seconds, recorder.steps)
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Token ids, the same for the same arguments."""
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def phases_of(steps: Sequence[StepRecord]) -> dict[str, list[StepRecord]]:
+    """The steps with prompt tokens, and those without; only kinds that there are."""
+    parts = {
+        "prompts": [step for step in steps if not step.is_decode],
+        "decode": [step for step in steps if step.is_decode],
+    }
+    return {phase: part for phase, part in parts.items() if part}
+
+
+def cost_of(llm: LLM, weights: Weights) -> ModelCost:
+    """What the steps of this engine cost at least."""
+    parts = EngineParts.of(llm)
+    return model_cost(
+        weights,
+        parts.model.attention_layers(),
+        kv_bytes_per_token(parts.worker.kv_cache_config),
+    )
+
+
+def held_weights(args: EngineArgs, config: EngineConfig) -> Weights:
+    """The model's tensors and how an engine of these settings holds them, from the file headers."""
+    checkpoint = open_model(args, lambda stage, done, total: None)
+    try:
+        return Weights(
+            dict(checkpoint.tensor_shapes),
+            dict(checkpoint.tensor_formats),
+            config.model.dtype,
+            keeps_blocks=config.kernels in NATIVE_KERNELS,
+        )
+    finally:
+        checkpoint.close()
+
+
+def kv_bytes_per_token(cache: KVCacheConfig) -> dict[str, int]:
+    """Layer name to bytes of one token's K and V."""
+    return {
+        name: group.spec.bytes_per_token for group in cache.groups for name in group.layer_names
+    }
+
+
+def _phase_report(
+    phase: str, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits, peak: Peak
+) -> PhaseReport:
+    costs = [cost.of(step.work) for step in steps]
+    total = sum(costs, Cost())
+    bandwidth = limits.read_bandwidth(int(total.num_bytes / len(steps)))
+    reading = [each.num_bytes / bandwidth for each in costs]
+    computing = [each.flops / peak.flops for each in costs]
+    limit = sum(map(max, reading, computing))
+    seconds = sum(step.seconds for step in steps)
+    num_tokens = sum(step.num_tokens for step in steps)
+    in_order = sorted(step.seconds for step in steps)
+    return PhaseReport(
+        phase=phase,
+        num_steps=len(steps),
+        num_tokens=num_tokens,
+        seconds=seconds,
+        tokens_per_second=num_tokens / seconds,
+        step_milliseconds=1e3 * median(in_order),
+        step_milliseconds_p99=1e3 * in_order[int(0.99 * len(in_order))],
+        num_bytes=total.num_bytes,
+        flops=total.flops,
+        read_bandwidth=bandwidth,
+        limit_seconds=limit,
+        bound_by="memory" if sum(reading) >= sum(computing) else "compute",
+        share_of_limit=limit / seconds,
+    )
+
+
+def _profiles(runs: Sequence[Run]) -> dict[str, list[StageReport]]:
+    by_phase = phases_of([step for run in runs for step in run.steps])
+    return {phase: profile_of(steps) for phase, steps in by_phase.items()}
