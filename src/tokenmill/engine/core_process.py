@@ -94,6 +94,8 @@ class CoreLoop:
         core.journal = page
 
     def run(self) -> None:
+        """Work until the front end says stop."""
+        self._send_news(self._core.scheduler.take_outputs())
         while self._take_in():
             if self._core.has_requests() and not self._is_paused():
                 self._step()

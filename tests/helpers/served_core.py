@@ -1,0 +1,155 @@
+"""Engine cores for tests of serving: on a fake device that checks every step, and fails on demand.
+
+Built in the core's process, without torch. What goes wrong there is written into the prompts: the
+ids in `Fault` make a step fail that computes a request with such an id.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from helpers.core import FakeExecutor, FakeStep, create_kv_cache_config
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.plan import SchedulerOutput
+from tokenmill.core.scheduler import Scheduler
+from tokenmill.engine.core import EngineCore
+from tokenmill.errors import ConfigError
+
+STEP_SECONDS = "TOKENMILL_TEST_STEP_SECONDS"
+"""Environment variable: how long a step of the fake device takes."""
+MARKER = "TOKENMILL_TEST_MARKER"
+"""Environment variable: a path at which `starts_once` leaves a file."""
+SMALL_POOL_BLOCKS = 17
+
+Progress = Callable[[str, int, int], None]
+
+
+class Fault:
+    """Prompt ids that make the core fail."""
+
+    KILL = 390
+    """Dies in the request's first step."""
+    KILL_LATER = 391
+    """Dies in the step that would bring the request's sixth token."""
+    KILL_IN_COMPANY = 392
+    """Dies in every step that computes another request with this id as well."""
+    RAISE = 393
+    HANG = 394
+    FREEZE = 395
+    """The process stops itself."""
+
+
+NUM_ORDINARY_IDS = 390
+
+
+def next_token(digest: int) -> int:
+    """Any ordinary id, but no end token."""
+    return 3 + digest % (NUM_ORDINARY_IDS - 3)
+
+
+def expected_ids(prompt: list[int], count: int) -> list[int]:
+    """What the fake device brings for a prompt, whatever happens to it."""
+    digest = 0
+    for token_id in prompt:
+        digest = hash((digest, token_id))
+    output: list[int] = []
+    for _ in range(count):
+        output.append(next_token(digest))
+        digest = hash((digest, output[-1]))
+    return output
+
+
+@dataclass
+class FaultyExecutor:
+    """A fake device that takes its time, and fails on some prompts."""
+
+    device: FakeExecutor
+    step_seconds: float
+    _plan: SchedulerOutput | None = field(default=None)
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._plan = plan
+        self.device.execute_model(plan)
+
+    def sample_tokens(self, grammar_output: None) -> FakeStep:
+        assert self._plan is not None
+        time.sleep(self.step_seconds)
+        rows = [self.device.rows[row] for row in self._plan.rows]
+        prompts = [set(row.data.token_ids[: row.data.num_prompt_tokens]) for row in rows]
+        num_outputs = [len(row.token_ids) - row.data.num_prompt_tokens for row in rows]
+        for prompt, count in zip(prompts, num_outputs, strict=True):
+            if Fault.KILL in prompt or (Fault.KILL_LATER in prompt and count >= 6):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if Fault.RAISE in prompt:
+                raise RuntimeError("the device is on fire")
+            if Fault.HANG in prompt:
+                time.sleep(1000)
+            if Fault.FREEZE in prompt:
+                os.kill(os.getpid(), signal.SIGSTOP)
+        if sum(Fault.KILL_IN_COMPANY in prompt for prompt in prompts) > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.device.sample_tokens(grammar_output)
+
+    def shutdown(self) -> None:
+        self.device.shutdown()
+
+
+def fake_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
+    """A core for the settings, on the fake device."""
+    on_progress("load", 1, 1)
+    return _on_fake_device(config, config.cache.num_blocks)
+
+
+def small_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
+    """A core whose pool is smaller than the front end knows."""
+    return _on_fake_device(config, SMALL_POOL_BLOCKS)
+
+
+def _on_fake_device(config: EngineConfig, num_blocks: int) -> EngineCore:
+    kv_cache_config = create_kv_cache_config(num_blocks, config.cache.block_size)
+    scheduler = Scheduler(
+        config.scheduler,
+        kv_cache_config,
+        vocab_size=config.model.vocab_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        verify_prefix_hits=True,
+    )
+    device = FakeExecutor(
+        block_size=config.cache.block_size,
+        max_slots=min(config.scheduler.max_model_len, scheduler.kv.num_usable_tokens),
+        next_token=next_token,
+    )
+    step_seconds = float(os.environ.get(STEP_SECONDS, "0.002"))
+    return EngineCore(
+        scheduler,
+        FaultyExecutor(device, step_seconds),
+        config.scheduler.max_steps_in_flight,
+    )
+
+
+def starts_once(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
+    """A core that dies before it is ready, from the second time on."""
+    marker = os.environ[MARKER]
+    if os.path.exists(marker):
+        os.kill(os.getpid(), signal.SIGKILL)
+    with open(marker, "w"):
+        return fake_core(args, config, on_progress)
+
+
+def bad_config(*args: Any) -> EngineCore:
+    raise ConfigError("there is no such thing.")
+
+
+def bug(*args: Any) -> EngineCore:
+    raise ZeroDivisionError("division by zero")
+
+
+def killed(*args: Any) -> EngineCore:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
