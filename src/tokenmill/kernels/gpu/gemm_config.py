@@ -26,7 +26,7 @@ keeps to one."""
 SEGMENT_MULTIPLE = 128
 """Segments begin at multiples of the largest step along K, so that no step crosses into another."""
 
-_FEWEST_PROGRAMS = 192
+_FEWEST_PROGRAMS = 128
 """Fewer programs than this leave multiprocessors without work (an H200 has 132)."""
 _SHORTEST_SEGMENT = 512
 _MOST_SEGMENTS = 8
@@ -55,6 +55,8 @@ class TileConfig:
     """Row tiles that walk the weight together, so that its tiles are still in L2."""
     use_descriptors: bool = True
     """Tiles are fetched by the copy engine, where the tensors' alignment allows it."""
+    most_imprecise: int = 0
+    """See `ProductPlan`."""
 
     @property
     def instruction(self) -> Instruction:
@@ -71,8 +73,10 @@ WGMMA_TILES: tuple[tuple[int, TileConfig], ...] = (
 )
 """(most rows, tile) from few rows to many."""
 
-WGMMA_LARGE = TileConfig(128, 256, 64, 8, 4, weight_first=False, segments_in_grid=False)
-"""For more rows than the table has."""
+WGMMA_MEDIUM = TileConfig(128, 128, 64, 8, 4, weight_first=False, segments_in_grid=False)
+"""For more rows than the table has, as long as larger tiles leave multiprocessors without work."""
+WGMMA_LARGE = TileConfig(256, 128, 64, 8, 4, weight_first=False, segments_in_grid=False)
+"""For still more rows."""
 
 MMA_TILES: tuple[tuple[int, TileConfig], ...] = (
     (16, TileConfig(16, 32, 128, 4, 5, weight_first=False, segments_in_grid=True)),
@@ -88,13 +92,18 @@ FMA_LARGE = TileConfig(64, 64, 32, 8, 3, weight_first=False, segments_in_grid=Fa
 """Of float32: no matrix instruction has its precision."""
 
 
-def choose_tile(num_rows: int, instruction: Instruction = "wgmma") -> TileConfig:
+def choose_tile(
+    num_rows: int, instruction: Instruction = "wgmma", *, num_columns: int = 1 << 16
+) -> TileConfig:
     """The tile for this many rows, all of one instruction."""
     tiles, large = {
         "wgmma": (WGMMA_TILES, WGMMA_LARGE),
         "mma": (MMA_TILES, MMA_LARGE),
         "fma": (FMA_TILES, FMA_LARGE),
     }[instruction]
+    if large is WGMMA_LARGE:
+        programs = cdiv(num_rows, large.block_m) * cdiv(num_columns, large.block_n)
+        large = large if programs >= _FEWEST_PROGRAMS else WGMMA_MEDIUM
     return next((tile for most_rows, tile in tiles if num_rows <= most_rows), large)
 
 
@@ -133,6 +142,9 @@ class ProductPlan:
     by_descriptor: bool
     is_even: bool
     """K is a multiple of block_k."""
+    most_imprecise: int
+    """Float8 products that are added in the matrix unit, which keeps few bits, before a sum goes to
+    float32; 0 for other types."""
 
 
 def plan_product(tile: TileConfig, num_segments: int, depth: int, aligned: bool) -> ProductPlan:
@@ -147,6 +159,7 @@ def plan_product(tile: TileConfig, num_segments: int, depth: int, aligned: bool)
         weight_first=tile.weight_first,
         by_descriptor=tile.use_descriptors and aligned,
         is_even=depth % tile.block_k == 0,
+        most_imprecise=tile.most_imprecise,
     )
 
 
