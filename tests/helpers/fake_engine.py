@@ -70,14 +70,15 @@ def engine_config(**settings):
         "hidden_size": 64,
         "num_attention_heads": 2,
         "vocab_size": tiny_tokenizer().vocab_size,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 16_384,
     }
     chosen = {
         "model": "fake/model",
+        "max_model_len": 512,
         "dtype": "float32",
         "max_num_seqs": 8,
         "scheduling_policy": "priority",
-        "num_kv_blocks": 256,
+        "num_kv_blocks": 1024,
         "num_threads": 1,
     }
     return resolve(
@@ -226,10 +227,10 @@ class _Sequence:
         new = ids[self.num_done : self.num_done + 1]
         self.num_done += 1
         reason = None
-        if self.num_done >= len(script.token_ids):
-            reason = script.finish_reason
-        elif self.num_done >= len(ids):
+        if self.num_done >= request.max_tokens and script.error is None:
             reason = FinishReason.LENGTH
+        elif self.num_done >= len(script.token_ids):
+            reason = script.finish_reason
         self.finished = reason is not None
         if self.finished and reason is FinishReason.STOP:
             new = [*new, request.eos_token_id] if request.eos_token_id is not None else new

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, NoReturn, TypeVar
@@ -23,6 +25,7 @@ from tokenmill.entrypoints.http.errors import (
 from tokenmill.entrypoints.http.state import state_of
 from tokenmill.entrypoints.http.unsupported import UNSUPPORTED, refuse_unsupported
 from tokenmill.errors import InvalidRequestError, shown
+from tokenmill.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,8 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """What looks like a field's name; anything else may be a prompt, and stays out of the log."""
 _MAX_LOGGED_NAMES = 256
+_LONGEST_NEUTRAL = 1_024
+"""Bytes that the neutral value of an unsupported field may have, blanks included."""
 _LARGE_BODY = 1 << 18
 """Bytes from which on decoding is noticed by the other requests, and gets a thread."""
 
@@ -57,7 +62,12 @@ async def read_request(request: Request, kind: type[_Fields]) -> Body[_Fields]:
     raw = await _read(request, state.args.max_body_bytes, state.args.body_timeout)
     if len(raw) < _LARGE_BODY:
         return decode_body(raw, kind)
-    return await state.in_text_thread(lambda: decode_body(raw, kind))
+
+    def decode() -> Body[_Fields]:
+        with _collector_paused():
+            return decode_body(raw, kind)
+
+    return await state.in_text_thread(decode)
 
 
 def decode_body(raw: bytes, kind: type[_Fields]) -> Body[_Fields]:
@@ -65,9 +75,7 @@ def decode_body(raw: bytes, kind: type[_Fields]) -> Body[_Fields]:
     try:
         fields = msgspec.json.decode(raw, type=kind)
         names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        given = {
-            name: msgspec.json.decode(names[name]) for name in UNSUPPORTED.keys() & names.keys()
-        }
+        given = {name: _value(name, names[name]) for name in UNSUPPORTED.keys() & names.keys()}
     except msgspec.ValidationError as error:
         _refuse_field(str(error))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -77,6 +85,25 @@ def decode_body(raw: bytes, kind: type[_Fields]) -> Body[_Fields]:
     _log_unknown(kind, names)
     refuse_unsupported(given)
     return Body(fields, given)
+
+
+def _value(name: str, raw: msgspec.Raw) -> Any:
+    """A field's value, read only if somebody will look at it."""
+    if name not in SamplingParams.__struct_fields__ and len(memoryview(raw)) > _LONGEST_NEUTRAL:
+        return msgspec.UNSET  # whatever it is, it is not neutral
+    return msgspec.json.decode(raw)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Many new objects are no reason to look through all the old ones."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check_media_type(request: Request) -> None:

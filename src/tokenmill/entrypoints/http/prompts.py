@@ -26,23 +26,29 @@ def completion_prompts(fields: CompletionRequest, max_prompts: int) -> list[str 
         return [given]
     if not given:
         raise InvalidRequestError("prompt is empty; give at least one.", parameter="prompt")
-    ids = [each for each in given if isinstance(each, int)]
-    if len(ids) == len(given):
+    if isinstance(given[0], int):
+        ids = [each for each in given if isinstance(each, int)]
+        if len(ids) < len(given):
+            raise _mixture()
         return [ids]
-    prompts = [each for each in given if not isinstance(each, int)]
-    if ids:
+    if len(given) > max_prompts:
         raise InvalidRequestError(
-            "prompt mixes token ids with texts or lists; give the ids of one prompt, or a list of"
-            " prompts.",
-            parameter="prompt",
-        )
-    if len(prompts) > max_prompts:
-        raise InvalidRequestError(
-            f"prompt holds {len(prompts)} prompts, but a request may bring {max_prompts}"
+            f"prompt holds {len(given)} prompts, but a request may bring {max_prompts}"
             f" (max_prompts); send fewer at a time.",
             parameter="prompt",
         )
+    prompts = [each for each in given if not isinstance(each, int)]
+    if len(prompts) < len(given):
+        raise _mixture()
     return prompts
+
+
+def _mixture() -> InvalidRequestError:
+    return InvalidRequestError(
+        "prompt mixes token ids with texts or lists; give the ids of one prompt, or a list of"
+        " prompts.",
+        parameter="prompt",
+    )
 
 
 async def as_engine_prompt(

@@ -140,7 +140,7 @@ async def drain(state: ServerState, signals: _Signals) -> None:
     """Take no more requests and wait for those that run."""
     state.draining = True
     timeout = state.args.drain_timeout
-    logger.warning(
+    logger.info(
         "stopping: %d requests may finish within %g s; another signal ends them now",
         len(state.active),
         timeout,

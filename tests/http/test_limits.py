@@ -1,0 +1,205 @@
+"""Limits: bodies, headers, sequences, prompts, the queue, and time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from helpers.fake_engine import FakeEngine, Script
+from helpers.live_server import LiveServer
+from tokenmill.engine.serve_options import ServeOptions
+from tokenmill.entrypoints.http.connection import BoundedConnection
+
+
+@pytest.fixture(scope="module")
+def server():
+    with LiveServer(max_body_bytes=20_000, body_timeout=0.3) as server:
+        yield server
+
+
+def test_bodies(server):
+    reply = server.complete(prompt="x" * 30_000)
+    assert reply.status == 413
+    assert reply.error["code"] == "body_too_large"
+    assert "20000" in reply.error["message"]
+    assert server.complete().status == 200
+
+
+def test_bodies_without_a_length(server):
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n" + b"2710\r\n" + b"x" * 10_000 + b"\r\n"
+        )
+        sock.sendall(b"4e20\r\n" + b"x" * 20_000 + b"\r\n")
+        assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_bodies_that_do_not_come(server):
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 1000\r\n\r\n{"
+        )
+        sock.settimeout(5)
+        assert sock.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_headers():
+    with LiveServer(max_header_bytes=2_000) as server:
+        reply = server.get("/health", **{"x-long": "x" * 3_000})
+        assert reply.status == 431
+        assert reply.error["code"] == "headers_too_large"
+        # Many short ones, and one that never ends.
+        many = {f"x-{i}": "x" * 50 for i in range(60)}
+        assert server.get("/health", **many).status == 431
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\nx-long: " + b"x" * 100_000)
+            sock.settimeout(5)
+            assert sock.recv(1000).startswith(b"HTTP/1.1 431 ")
+        assert server.get("/health").status == 200
+
+
+def test_a_head_must_come_in_time(monkeypatch):
+    monkeypatch.setattr(BoundedConnection, "head_seconds", 0.2)
+    with (
+        LiveServer() as server,
+        socket.create_connection(("127.0.0.1", server.port)) as silent,
+        socket.create_connection(("127.0.0.1", server.port)) as slow,
+    ):
+        slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-")
+        for sock in (silent, slow):
+            sock.settimeout(5)
+            assert sock.recv(1000) == b""
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\x00\x01\x02\r\n\r\n", b"HELO x\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01"]
+)
+def test_b133_junk_is_answered_or_dropped(server, junk):
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(junk + b"\r\n\r\n")
+        sock.settimeout(5)
+        answer = sock.recv(1000)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
+    assert server.get("/health").status == 200
+
+
+def test_b127_huge_wishes_are_refused_at_once():
+    with LiveServer() as server:
+        bodies = [
+            {"prompt": "One", "n": 10**9},
+            {"prompt": "One", "n": 129},
+            {"prompt": ["One"] * 1_000_000},
+            {"prompt": [[5]] * 200_000},
+            {"prompt": "One", "stop": ["x"] * 100_000},
+            {"prompt": "One", "stop_token_ids": list(range(100_000))},
+            {"prompt": "One", "logit_bias": {str(i): 1 for i in range(200_000)}},
+            {"prompt": "One", "logprobs": 10**6},
+            {"prompt": "One", "max_tokens": 10**12},
+        ]
+        for fields in bodies:
+            body = json.dumps(fields).encode()
+            started = time.monotonic()
+            reply = server.post("/v1/completions", body)
+            assert reply.status == 400, fields.keys()
+            assert time.monotonic() - started < 3.0
+        assert server.complete().status == 200
+        assert not server.engine.calls[:-1]
+
+
+def test_more_sequences_than_fit_at_all_is_a_400():
+    options = ServeOptions(max_queue=4)
+    with LiveServer(FakeEngine(max_num_seqs=2), options=options) as server:
+        reply = server.complete(n=7, temperature=1)
+        assert (reply.status, reply.error["param"]) == (400, "n")
+        reply = server.complete(prompt=["a"] * 7)
+        assert (reply.status, reply.error["param"]) == (400, "prompt")
+        assert server.complete(n=6, temperature=1).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_b085_a_full_queue_is_a_429_before_anything_is_tokenized(path):
+    slow = FakeEngine(lambda prompt, params: Script([5], first_step_seconds=1.0), max_num_seqs=2)
+    with LiveServer(slow, options=ServeOptions(max_queue=48)) as server:
+        body = {"prompt": "One", "messages": [{"role": "user", "content": "Hi"}]}
+        del body["messages" if path == "/v1/completions" else "prompt"]
+        with ThreadPoolExecutor(120) as pool:
+            replies = list(pool.map(lambda _: server.post(path, body), range(120)))
+        served = [reply for reply in replies if reply.status == 200]
+        refused = [reply for reply in replies if reply.status == 429]
+        assert len(served) == 50
+        assert len(refused) == 70
+        assert len(slow.calls) == 50
+        for reply in refused:
+            assert reply.error["type"] == "rate_limit_error"
+            assert reply.error["code"] == "queue_full"
+            assert 1 <= int(reply.headers["retry-after"]) <= 60
+        metrics = server.get("/metrics").body.decode()
+        assert "tokenmill:requests_refused_total" in metrics
+        line = next(x for x in metrics.splitlines() if x.startswith("tokenmill:requests_refused"))
+        assert line.endswith(" 70.0")
+        assert server.post(path, body).status == 200  # all places were given back
+        assert server.state.admission.num_sequences == 0
+
+
+def test_places_are_given_back_however_a_request_ends():
+    with LiveServer(FakeEngine(max_num_seqs=1), options=ServeOptions(max_queue=0)) as server:
+        for fields in (
+            {},
+            {"stream": True},
+            {"prompt": ""},
+            {"prompt": "x " * 1000},
+            {"prompt": "", "stream": True},
+            {"temperature": 9},
+        ):
+            server.complete(**fields)
+            assert server.state.admission.num_sequences == 0
+        server.chat(chat_template_kwargs={"messages": 1})
+        assert server.state.admission.num_sequences == 0
+
+
+def test_b095_megabytes_do_not_stop_the_others():
+    """A prompt of 10 MB is refused early; one that has to be tokenized is so in a thread."""
+    slow = FakeEngine(lambda prompt, params: Script([5] * 60, step_seconds=0.02))
+    with LiveServer(slow) as server:
+        gaps, health, done = [], [], threading.Event()
+
+        def stream():
+            connection = server.open(
+                "/v1/completions", {"prompt": "One", "stream": True, "max_tokens": 100}
+            )
+            response = connection.getresponse()
+            last = time.monotonic()
+            while line := response.readline():
+                if line.startswith(b"data: {"):
+                    gaps.append(time.monotonic() - last)
+                    last = time.monotonic()
+            connection.close()
+            done.set()
+
+        def probe():
+            while not done.is_set():
+                started = time.monotonic()
+                assert server.get("/health").status == 200
+                health.append(time.monotonic() - started)
+                time.sleep(0.01)
+
+        threads = [threading.Thread(target=stream), threading.Thread(target=probe)]
+        for thread in threads:
+            thread.start()
+        body = json.dumps({"prompt": "word " * 2_000_000}).encode()
+        reply = server.post("/v1/completions", body)
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        tokenized = server.post("/tokenize", {"prompt": "word " * 100_000})
+        assert tokenized.json["count"] > 100_000
+        for thread in threads:
+            thread.join()
+        # Typical ones, since other programs may hold this machine's processors for a while.
+        assert sorted(health)[int(0.9 * len(health))] < 0.2
+        assert sorted(gaps[1:])[int(0.9 * len(gaps))] < 0.3
