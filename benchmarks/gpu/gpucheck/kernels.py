@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
+import sys
 import traceback
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from gpucheck.cases.case import Case, Place
 from gpucheck.limits import BANDWIDTH, MATMUL
-from gpucheck.report import Budget, Report, Row
+from gpucheck.report import Budget, OutOfTime, Report, Row
 from gpucheck.timing import median_milliseconds, milliseconds_once, synchronize
 
 GROUPS = ("elementwise", "attention", "gemm", "inputs", "sampling")
@@ -21,15 +24,25 @@ GROUPS = ("elementwise", "attention", "gemm", "inputs", "sampling")
 
 def run(device: str, report: Report, budget: Budget, *, quick: bool) -> Iterator[Row]:
     place = Place(device, small=device == "cpu", quick=quick)
-    launched = watch_launches()
+    if device == "cpu":
+        prepare_interpreter()
+    launched: dict[str, int] = {}
+    try:
+        watch_launches(launched)
+    except Exception as error:  # noqa: BLE001 - one module; the others are to be checked
+        traceback.print_exc()
+        yield _failed("modules of kernels", error)
     for group in GROUPS:
         try:
             for case in importlib.import_module(f"gpucheck.cases.{group}").cases(place):
                 budget.check(1.0)
                 yield _row(case, place, report)
-        except (ImportError, AssertionError, TypeError) as error:  # one group; go on
+        except OutOfTime:
+            raise
+        except Exception as error:  # noqa: BLE001 - one group; the others are to be checked
             traceback.print_exc()
-            yield _failed(f"all of {group}", error)
+            synchronize(device)  # raises again if the device cannot be used any more
+            yield _failed(f"rest of {group}", error)
     missing = sorted(name for name, count in launched.items() if count == 0)
     yield Row(
         "kernels",
@@ -38,17 +51,26 @@ def run(device: str, report: Report, budget: Budget, *, quick: bool) -> Iterator
     )
 
 
-def watch_launches() -> dict[str, int]:
-    """How often each kernel of the package has been launched from now on, by its name."""
+@functools.cache
+def prepare_interpreter() -> None:
+    """Have Triton's interpreter round as a GPU does, as the kernels' tests have it."""
+    sys.path.append(str(Path(__file__).parents[3] / "tests"))
+    from helpers import triton_interpreter
+
+    triton_interpreter.round_like_a_gpu()
+    triton_interpreter.loop_over_scalars()
+    triton_interpreter.patch_the_language_once()
+
+
+def watch_launches(launches: dict[str, int]) -> None:
+    """Count how often each kernel of the package is launched from now on, by its name."""
     from tokenmill.kernels.gpu.compile import collect_cases
 
-    launches: dict[str, int] = {}
     for case in collect_cases():
         name = f"{case.kernel.fn.__module__.rpartition('.')[2]}.{case.kernel.fn.__name__}"
         if name not in launches:
             launches[name] = 0
             case.kernel.add_pre_run_hook(partial(_count, launches, name))
-    return launches
 
 
 def _count(launches: dict[str, int], name: str, *_: object, **__: object) -> None:
