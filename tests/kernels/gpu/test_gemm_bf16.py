@@ -26,11 +26,6 @@ from tokenmill.kernels.gpu.gemm_config import (
 
 _TABLES = (*WGMMA_TILES, *MMA_TILES)
 ALL_TILES = [*(tile for _, tile in _TABLES), WGMMA_MEDIUM, WGMMA_LARGE, MMA_LARGE]
-    *(tile for _, tile in (*WGMMA_TILES, *MMA_TILES)),
-    WGMMA_MEDIUM,
-    WGMMA_LARGE,
-    MMA_LARGE,
-]
 SMALL = TileConfig(16, 64, 64, 4, 3, weight_first=True, segments_in_grid=True)
 
 

@@ -17,7 +17,9 @@ from tokenmill.kernels.gpu.gemm_config import (
     MMA_LARGE,
     MMA_TILES,
     WGMMA_LARGE,
+    WGMMA_MEDIUM,
     WGMMA_TILES,
+    Instruction,
     SplitWorkspace,
     TileConfig,
     choose_tile,
@@ -44,7 +46,8 @@ def matmul_exact(
     chosen by N and K) is the same.
     """
     assert x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    tile = tile or choose_tile(len(x), "fma" if x.dtype == torch.float32 else "wgmma")
+    instruction: Instruction = "fma" if x.dtype == torch.float32 else "wgmma"
+    tile = tile or choose_tile(len(x), instruction, num_columns=len(weight))
     launch_product(x, weight, out, workspace, tile, bias=bias, num_segments=num_segments)
 
 
@@ -88,8 +91,8 @@ define_op(
 
 def compile_cases() -> list[CompileCase]:
     """Every tile of the tables: a narrow weight in four segments, a wide one in one."""
-    tiles = [*(tile for _, tile in (*WGMMA_TILES, *MMA_TILES)), WGMMA_MEDIUM, WGMMA_LARGE]
-    tiles.append(MMA_LARGE)
+    tables = (*WGMMA_TILES, *MMA_TILES)
+    tiles = [*(tile for _, tile in tables), WGMMA_MEDIUM, WGMMA_LARGE, MMA_LARGE]
     return [
         *(_case(tile, segments) for tile in tiles for segments in (1, 4)),
         _case(replace(WGMMA_LARGE, use_descriptors=False), 1),

@@ -23,8 +23,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tokenmill.kernels.gpu.dot import dot
-from tokenmill.kernels.gpu.gemm_bf16 import leave_segment, sum_segments
 from tokenmill.kernels.gpu.gemm_config import SplitWorkspace, choose_segments, segment_depth
+from tokenmill.kernels.gpu.gemm_tiles import leave_segment, sum_segments
 from tokenmill.kernels.gpu.launch import CompileCase, cdiv
 from tokenmill.kernels.norm import rms_norm
 
