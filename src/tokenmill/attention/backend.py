@@ -125,9 +125,16 @@ class AttentionBackend(Protocol):
         ...
 
     def get_kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        kv_dtype: str | None = None,
     ) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor; its dtype is the spec's."""
+        """Shape of one layer's cache tensor; its dtype is the spec's `kv_dtype`, or else `dtype`,
+        and the same goes for the argument.
+        """
         ...
 
     def make_metadata_builder(

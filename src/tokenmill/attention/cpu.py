@@ -1,4 +1,4 @@
-"""Attention by the native kernels: bfloat16 caches on processors with AVX-512.
+"""Attention by the native kernels: activations in bfloat16 on processors with AVX-512.
 
 The cache has a layout of its own (`kernels/paged_attention.py`).
 """
@@ -49,13 +49,22 @@ class CpuBackend:
         if spec.dtype != _DTYPE:
             return [f"dtype {spec.dtype} is served by the reference, {_DTYPE} here"]
         return unsupported_reasons(
-            _DTYPE, spec.num_heads, spec.num_kv_heads, spec.head_size, spec.block_size
+            spec.kv_dtype or _DTYPE,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            spec.block_size,
         )
 
     def get_kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        kv_dtype: str | None = None,
     ) -> tuple[int, ...]:
-        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, _DTYPE)
+        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, kv_dtype or _DTYPE)
 
     def make_metadata_builder(self, spec: AttentionSpec, limits: CacheLimits) -> CpuMetadataBuilder:
         return CpuMetadataBuilder(_shape(spec), limits.num_blocks)
@@ -66,7 +75,7 @@ class CpuBackend:
 
 def _shape(spec: AttentionSpec) -> PagedAttentionShape:
     return PagedAttentionShape(
-        kv_dtype=_DTYPE,
+        kv_dtype=spec.kv_dtype or _DTYPE,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,

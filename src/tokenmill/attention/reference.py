@@ -119,6 +119,8 @@ class ReferenceBackend:
         reasons = []
         if spec.dtype not in _DTYPES:
             reasons.append(f"dtype {spec.dtype!r} is not one of {', '.join(_DTYPES)}")
+        if spec.kv_dtype not in (None, spec.dtype):
+            reasons.append(f"KV dtype {spec.kv_dtype} is not dtype {spec.dtype}")
         if PARTITION % spec.block_size:
             reasons.append(f"block_size {spec.block_size} does not divide {PARTITION}")
         if spec.num_heads % spec.num_kv_heads:
@@ -128,7 +130,12 @@ class ReferenceBackend:
         return reasons
 
     def get_kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        kv_dtype: str | None = None,
     ) -> tuple[int, ...]:
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 

@@ -35,6 +35,9 @@ class EngineArgs:
     On a CPU results are always so."""
     dtype: str = "auto"
     """Type of activations and KV cache: auto, bfloat16, float16 or float32 (the reference)."""
+    kv_cache_dtype: str = "auto"
+    """Type of the KV cache: auto (as dtype), bfloat16, float16, float32, or int8 with a scale per
+    token and head, which is half of bfloat16 (only on a CPU, by the native kernels)."""
     max_model_len: int | None = None
     """Most tokens of one request, prompt and output; -1 takes what fits the memory."""
     max_num_seqs: int | None = None

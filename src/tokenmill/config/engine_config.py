@@ -21,7 +21,7 @@ class ModelConfig:
     """The model's own parameters under the names of a Hugging Face config.json, whatever the file
     format; the model's file reads from it what it needs."""
     dtype: str
-    """`float32`, `bfloat16` or `float16`: activations and KV."""
+    """`float32`, `bfloat16` or `float16`: activations, and KV if nothing else was asked for."""
     max_model_len: int
     vocab_size: int
     """Width of the logits."""
@@ -35,6 +35,8 @@ class CacheConfig:
     num_blocks: int
     """Including block 0, the null block."""
     enable_prefix_caching: bool
+    dtype: str
+    """`float32`, `bfloat16`, `float16` or `int8`."""
 
 
 @dataclass(frozen=True, slots=True)

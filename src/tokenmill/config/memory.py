@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from tokenmill.config.dtypes import DTYPE_BYTES
+from tokenmill.config.dtypes import DTYPE_BYTES, kv_head_bytes
 from tokenmill.config.engine_config import EngineConfig, MemoryLedger
 from tokenmill.config.machine import Machine
 from tokenmill.config.parameters import ModelParameters
@@ -68,9 +68,9 @@ class Weights:
         return num_values * DTYPE_BYTES[self.dtype]
 
 
-def kv_bytes_per_token(parameters: ModelParameters, dtype: str) -> int:
+def kv_bytes_per_token(parameters: ModelParameters, kv_dtype: str) -> int:
     """Bytes of one token's K and V in all layers."""
-    per_layer = 2 * parameters.num_kv_heads * parameters.head_size * DTYPE_BYTES[dtype]
+    per_layer = 2 * parameters.num_kv_heads * kv_head_bytes(parameters.head_size, kv_dtype)
     return parameters.num_layers * per_layer
 
 
@@ -124,9 +124,10 @@ def summary(config: EngineConfig) -> str:
     model, ledger = config.model, config.ledger
     threads = "1 thread" if config.num_threads == 1 else f"{config.num_threads} threads"
     place = threads if config.device == "cpu" else "on the GPU"
+    kv_dtype = "" if config.cache.dtype == model.dtype else f"{config.cache.dtype} "
     return (
         f"{model.name}: {model.dtype}, {config.kernels} kernels, {place};"
-        f" context {model.max_model_len:,} tokens, KV cache {ledger.kv_tokens:,} tokens"
+        f" context {model.max_model_len:,} tokens, {kv_dtype}KV cache {ledger.kv_tokens:,} tokens"
         f" ({format_bytes(ledger.kv_pool)} of {format_bytes(ledger.available)})"
     )
 

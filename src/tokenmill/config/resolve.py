@@ -21,7 +21,7 @@ from tokenmill.config.device import (
     choose_kernels,
     flops_per_second,
 )
-from tokenmill.config.dtypes import canonical_dtype
+from tokenmill.config.dtypes import canonical_dtype, canonical_kv_dtype
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import (
     CacheConfig,
@@ -87,6 +87,7 @@ def resolve(
     num_threads = _num_threads(args, machine, choices)
     max_model_len = _max_model_len(args, parameters, choices)
     kernels = choose_kernels(device, dtype, machine)
+    kv_dtype = _kv_dtype(args, dtype, kernels)
     weights = Weights(tensor_shapes, tensor_formats, dtype, keeps_blocks=kernels in NATIVE_KERNELS)
     flops = flops_per_second(kernels, num_threads)
     budget = _token_budget(args, weights, parameters, flops, defaults, choices)
@@ -95,14 +96,14 @@ def resolve(
         args,
         step,
         block_size=block_size,
-        bytes_per_block=block_size * kv_bytes_per_token(parameters, dtype),
+        bytes_per_block=block_size * kv_bytes_per_token(parameters, kv_dtype),
         ledger=empty_ledger(machine, weights, parameters, step, device),
         default_fraction=defaults.kv_cache_memory_fraction,
     )
     max_model_len = _what_fits(max_model_len, pool, choices)
     return EngineConfig(
         model=_model(args, path, hf_config, parameters, dtype, max_model_len),
-        cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching),
+        cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching, kv_dtype),
         scheduler=_scheduler(args, step.max_num_seqs, budget, max_model_len, defaults),
         device=device,
         exact=choose_exact(args, device),
@@ -151,6 +152,19 @@ def _dtype(args: EngineArgs, device: str, choices: _Choices) -> str:
     return choices.choose(
         "dtype", "bfloat16", f"half the bytes of float32, and the fastest type on {place}"
     )
+
+
+def _kv_dtype(args: EngineArgs, dtype: str, kernels: str) -> str:
+    if args.kv_cache_dtype == "auto":
+        return dtype
+    kv_dtype = canonical_kv_dtype(args.kv_cache_dtype)
+    if kv_dtype != dtype and kernels not in NATIVE_KERNELS:
+        raise ConfigError(
+            f"kv_cache_dtype={args.kv_cache_dtype!r} differs from dtype={dtype!r}, which only the"
+            f" native kernels of a CPU can do, with dtype='bfloat16'; this engine runs on the"
+            f" {kernels} kernels. Use kv_cache_dtype='auto'."
+        )
+    return kv_dtype
 
 
 def _block_size(args: EngineArgs, choices: _Choices) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from tokenmill.config.dtypes import DTYPE_BYTES
+from tokenmill.config.dtypes import kv_head_bytes
 
 
 class KVCacheKind(enum.Enum):
@@ -24,7 +24,7 @@ class KVCacheSpec:
     num_kv_heads: int
     head_size: int
     dtype: str
-    """`float32`, `bfloat16` or `float16`."""
+    """`float32`, `bfloat16`, `float16`, or `int8` with a scale per token and head."""
     kind: KVCacheKind = KVCacheKind.FULL
     sliding_window: int | None = None
     """Tokens that a query sees, itself included; None sees all."""
@@ -32,7 +32,7 @@ class KVCacheSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V in this layer."""
-        return 2 * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+        return 2 * self.num_kv_heads * kv_head_bytes(self.head_size, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

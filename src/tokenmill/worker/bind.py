@@ -22,7 +22,7 @@ def kv_cache_config(config: EngineConfig, model: CausalLM) -> KVCacheConfig:
     """The pool of a model: layers that keep the same of each sequence form a group."""
     by_spec: defaultdict[KVCacheSpec, list[str]] = defaultdict(list)
     for name, layer in model.attention_layers().items():
-        by_spec[_kept(layer.kv_cache_spec(config.model.dtype))].append(name)
+        by_spec[_kept(layer.kv_cache_spec(config.cache.dtype))].append(name)
     return KVCacheConfig(
         num_blocks=config.cache.num_blocks,
         block_size=config.cache.block_size,
@@ -42,19 +42,22 @@ def bind_attention(
     """
     device = device or torch.device(config.device)
     layers = model.attention_layers()
-    dtype = getattr(torch, config.model.dtype)
+    dtype = getattr(torch, config.cache.dtype)
+    kv_dtype = None if config.cache.dtype == config.model.dtype else config.cache.dtype
     groups = []
     for index, kv_group in enumerate(cache.groups):
         by_spec: defaultdict[AttentionSpec, list[str]] = defaultdict(list)
         for name in kv_group.layer_names:
             spec = layers[name].spec(config.model.dtype, cache.block_size)
-            spec = dataclasses.replace(spec, device=config.device, exact=config.exact)
+            spec = dataclasses.replace(
+                spec, kv_dtype=kv_dtype, device=config.device, exact=config.exact
+            )
             by_spec[spec].append(name)
         for spec, names in by_spec.items():
             backend, reasons = select_backend(config.attention_backend, spec)
             logger.info("attention backend %s (%s)", backend.name, "; ".join(reasons))
             shape = backend.get_kv_cache_shape(
-                cache.num_blocks, cache.block_size, spec.num_kv_heads, spec.head_size
+                cache.num_blocks, cache.block_size, spec.num_kv_heads, spec.head_size, kv_dtype
             )
             for name in names:
                 # Not zeroed: pages cost memory only when they are first written, and attention

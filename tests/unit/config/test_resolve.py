@@ -113,10 +113,25 @@ def test_dtype_names(name: str, canonical: str) -> None:
     assert resolved(dtype=name).model.dtype == canonical
 
 
+def test_the_kv_cache_has_the_type_of_the_activations_or_its_own() -> None:
+    assert resolved(dtype="float32").cache.dtype == "float32"
+    assert resolved(dtype="float32", kv_cache_dtype="fp32").cache.dtype == "float32"
+    native = resolved(on=dataclasses.replace(machine(), isa="avx512"), kv_cache_dtype="int8")
+    assert (native.model.dtype, native.cache.dtype) == ("bfloat16", "int8")
+    with pytest.raises(ConfigError, match=r"the reference kernels\. Use kv_cache_dtype='auto'"):
+        resolved(kv_cache_dtype="int8")
+    amx = dataclasses.replace(machine(), isa="amx")
+    with pytest.raises(ConfigError, match="differs from dtype='float32'"):
+        resolved(on=amx, dtype="float32", kv_cache_dtype="bf16")
+    with pytest.raises(ConfigError, match="runs on the triton kernels"):
+        resolved(on=gpu_machine(), kv_cache_dtype="int8")
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"dtype": "bfloat17"}, "Did you mean 'bfloat16'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' is not one of: auto, "),
         ({"block_size": 24}, "the nearest is 32"),
         ({"block_size": 512}, "the nearest is 256"),
         ({"max_model_len": 4096}, "context length, 2048"),

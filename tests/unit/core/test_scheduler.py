@@ -338,11 +338,13 @@ def test_requests_set_aside_keep_their_order_and_hold_up_nobody(policy):
 def test_build_scheduler_takes_its_limits_from_the_engine_config(caching):
     model = ModelConfig("tiny", "/nowhere", "LlamaForCausalLM", {}, "float32", 64, vocab_size=100)
     limits = SchedulerConfig(4, 32, 64, 0, True, "priority", 1)
-    cache = CacheConfig(block_size=4, num_blocks=20, enable_prefix_caching=caching)
+    cache = CacheConfig(block_size=4, num_blocks=20, enable_prefix_caching=caching, dtype="float32")
     config = EngineConfig(
         model=model,
         cache=cache,
         scheduler=limits,
+        device="cpu",
+        exact=True,
         attention_backend="auto",
         kernels="reference",
         graphs="replay",
