@@ -1,6 +1,6 @@
 """Attention in plain torch, with the same bits for any batching and chunking.
 
-What makes it exact: every product has one shape, whatever the batch.
+Every product has one shape, whatever the batch:
 
     tile         about TILE_ROWS rows of queries: neighbouring positions, from a multiple of their
                  number on, times the query heads that share a KV head
@@ -123,10 +123,9 @@ class ReferenceBackend:
             reasons.append(f"KV dtype {spec.kv_dtype} is not dtype {spec.dtype}")
         if PARTITION % spec.block_size:
             reasons.append(f"block_size {spec.block_size} does not divide {PARTITION}")
-        if spec.num_heads % spec.num_kv_heads:
-            reasons.append(
-                f"{spec.num_heads} heads cannot be shared among {spec.num_kv_heads} KV heads"
-            )
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        if heads % kv_heads:
+            reasons.append(f"{heads} heads cannot be shared among {kv_heads} KV heads")
         return reasons
 
     def get_kv_cache_shape(
