@@ -96,6 +96,7 @@ class CoreLoop:
     def run(self) -> None:
         """Work until the front end says stop."""
         self._send_news(self._core.scheduler.take_outputs())
+        self._channel.send(wire.Ready())
         while self._take_in():
             if self._core.has_requests() and not self._is_paused():
                 self._step()
@@ -192,7 +193,6 @@ def serve(channel: Channel, page: StatusPage) -> int:
         logger.debug("The engine core could not be built.", exc_info=True)
         channel.send(wire.StartupFailure(wire.describe(error)))
         return 1
-    channel.send(wire.Ready())
     try:
         CoreLoop(core, channel, page).run()
     except Exception:  # the process boundary: the front end starts another core

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -244,6 +244,8 @@ class OutputProcessor:
 
 def _merged(parts: list[RequestMetrics]) -> RequestMetrics:
     """The times of several sequences as those of one request: the first, and the last."""
+    if len(parts) == 1:
+        return replace(parts[0])
 
     def known(name: str) -> list[float]:
         return [value for part in parts if (value := getattr(part, name)) is not None]

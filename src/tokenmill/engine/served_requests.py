@@ -243,7 +243,7 @@ class ServedRequests:
 
     def _submit_due(self) -> None:
         """Send the core what it is to have now."""
-        if not self._supervisor.is_serving:
+        if not self._supervisor.is_serving or self._supervisor.client is None:
             return
         while due := self._roster.take_due():
             for submission in due:

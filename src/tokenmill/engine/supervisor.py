@@ -165,10 +165,13 @@ class CoreSupervisor:
             asyncio.get_running_loop().call_soon(self._take_messages)
 
     def _take_messages(self) -> None:
-        client = self.client
-        while client is not None and (message := client.receive()) is not None:
+        """Handle a message, and come back for more after those whom it concerns have run."""
+        if self.client is None:
+            return
+        message = self.client.receive()
+        if message is not None:
+            asyncio.get_running_loop().call_soon(self._take_messages)
             self._handle(message)
-            client = self.client
 
     def _handle(self, message: wire.FromCore) -> None:
         match message:
@@ -219,10 +222,10 @@ class CoreSupervisor:
     def _look_whether_it_lives(self) -> None:
         if self.client is None or self.client.is_alive:
             return
-        self._take_messages()  # what it said last still counts
         client = self._detach()
-        if client is None:
-            return
+        assert client is not None
+        while (message := client.receive()) is not None:
+            self._handle(message)  # what it said last still counts
         how = client.how_it_ended()
         under_way = client.page.under_way()
         client.close()

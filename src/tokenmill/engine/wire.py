@@ -4,8 +4,8 @@ msgspec structs as msgpack arrays over one ZMQ socket, in order. Nothing is ever
 bytes decode to these types or not at all.
 
     front end -> core    Setup, once; then AddRequests, AbortRequests, ResetPrefixCache, Stop
-    core -> front end    LogRecord at any time; LoadProgress while it starts; StartupFailure or
-                         Ready; then StepOutputs, Refusal, PrefixCacheReset
+    core -> front end    LogRecord at any time; LoadProgress while it starts; StartupFailure, or the
+                         first statistics and Ready; then StepOutputs, Refusal, PrefixCacheReset
 """
 
 from __future__ import annotations

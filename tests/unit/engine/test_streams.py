@@ -62,11 +62,13 @@ def test_sequences_stay_apart(delta):
     assert not first.finished
 
 
-def test_times_cover_both():
-    first = output(metrics=RequestMetrics(1.0, 2.0, 3.0, 3.0, 1))
-    merge(first, output(metrics=RequestMetrics(1.0, 2.5, 4.0, 9.0, 0)), delta=True)
+def test_times_cover_all_sequences():
+    first = output(0, metrics=RequestMetrics(1.0, 2.0, 3.0, 3.0, 1))
+    merge(first, output(0, metrics=RequestMetrics(1.0, 2.0, 3.0, 4.0, 1)), delta=True)
+    assert first.metrics == RequestMetrics(1.0, 2.0, 3.0, 4.0, 1)
+    merge(first, output(1, metrics=RequestMetrics(1.0, 2.5, 4.0, 9.0, 0)), delta=True)
     assert first.metrics == RequestMetrics(1.0, 2.0, 3.0, 9.0, 1)
-    merge(first, output(metrics=RequestMetrics(1.0)), delta=True)
+    merge(first, output(1, metrics=RequestMetrics(1.0)), delta=True)
     assert first.metrics == RequestMetrics(1.0, 2.0, 3.0, 9.0, 1)
 
 
