@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from gpucheck.cases.case import Case, Place
+from gpucheck.cases.case import SAME, Case, Place
 from gpucheck.limits import BANDWIDTH, MATMUL
 from gpucheck.report import Budget, OutOfTime, Report, Row
 from gpucheck.timing import median_milliseconds, milliseconds_once, synchronize
@@ -96,7 +96,7 @@ def _checked(case: Case, place: Place, report: Report) -> Row:
     figures: dict[str, object] = {}
     is_right = True
     for found, expected, tolerance in case.results():
-        error, worst = _errors(found, expected)
+        error, worst = _errors(found, expected, exactly=tolerance == SAME)
         figures["error"] = max(error, float(figures.get("error", 0.0)))  # type: ignore[arg-type]
         figures["worst"] = max(worst, float(figures.get("worst", 0.0)))  # type: ignore[arg-type]
         is_right &= error <= tolerance and worst <= 5 * tolerance
@@ -117,11 +117,13 @@ def _checked(case: Case, place: Place, report: Report) -> Row:
     )
 
 
-def _errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+def _errors(found: torch.Tensor, expected: torch.Tensor, *, exactly: bool) -> tuple[float, float]:
     """The norm of the error over that of what was expected, and the worst of an element, over its
     own size and the mean one. Not a number becomes infinity.
+
+    Where results must be the same `exactly`, both are the share of wrong elements.
     """
-    if not found.is_floating_point():
+    if exactly:
         wrong = float((found != expected).float().mean())
         return wrong, wrong
     expected = expected.double()
@@ -136,4 +138,4 @@ def _least_ms(case: Case, report: Report) -> float | None:
     bandwidth, matmul = report.limit(BANDWIDTH), report.limit(MATMUL)
     if bandwidth is None or matmul is None or not (case.num_bytes or case.num_flops):
         return None
-    return max(case.num_bytes / bandwidth, case.num_flops / matmul) * 1e3
+    return max(case.num_bytes / bandwidth, case.num_flops / (case.matmul_speed * matmul)) * 1e3

@@ -124,17 +124,17 @@ def test_bytes_of_a_step_are_those_of_the_model(name, tmp_path):
 
 
 def test_a_wrong_kernel_is_found():
-    from gpucheck.cases.case import ROUNDED, Case, Place
+    from gpucheck.cases.case import ROUNDED, SAME, Case, Place
     from gpucheck.kernels import _row
     from gpucheck.report import Report
 
     place, report = Place("cpu", small=True, quick=True), Report()
     right = place.randn(64, 64, dtype=torch.float32)
 
-    def verdict(change):
+    def verdict(change, tolerance=ROUNDED):
         left = right.clone()
         change(left)
-        case = Case("op", "sizes", lambda i: None, lambda: [(left, right, ROUNDED)])
+        case = Case("op", "sizes", lambda i: None, lambda: [(left, right, tolerance)])
         return _row(case, place, report)
 
     assert verdict(lambda left: None).ok
@@ -142,6 +142,9 @@ def test_a_wrong_kernel_is_found():
     assert not verdict(lambda left: left.mul_(1.01)).ok
     assert not verdict(lambda left: left[3, 5].add_(0.5)).ok
     assert not verdict(lambda left: left[3, 5].fill_(torch.nan)).ok
+
+    assert verdict(lambda left: None, SAME).ok
+    assert not verdict(lambda left: left[3, 5].mul_(1 + 2**-23), SAME).ok
 
     def raises(i):
         raise RuntimeError("no such kernel")

@@ -36,6 +36,8 @@ class Case:
     num_bytes: float = 0.0
     """That it has to move, at least."""
     num_flops: float = 0.0
+    matmul_speed: float = 1.0
+    """How much faster the card computes these operations than those of bfloat16."""
     other: Callable[[int], Any] | None = None
     """Another way to the same, to compare times with."""
     other_name: str = "torch ms"

@@ -12,6 +12,7 @@ from gpucheck.cases.case import MANY_ROUNDED, ROUNDED, Case, Place, Result
 WEIGHTS = {"qkv": (6_144, 4_096), "o": (4_096, 4_096), "gate up": (28_672, 4_096),
            "down": (4_096, 14_336), "head": (128_256, 4_096)}  # fmt: skip
 SMALL_WEIGHTS = {"even": (64, 256), "odd": (40, 72)}
+FP8 = torch.float8_e4m3fn
 NUMS_ROWS = [1, 8, 64, 256, 4_096]
 FUSED = [
     ("qkv", "norm", False),
@@ -28,6 +29,10 @@ def cases(place: Place) -> Iterator[Case]:
         for num_rows in place.pick(NUMS_ROWS, [3]):
             if name != "head" or num_rows <= 256:
                 yield _matmul_exact(place, name, num_rows, num_columns, depth)
+    for name in place.pick(["gate up", "down"], ["even"]):
+        for num_rows in place.pick([1, 64, 256, 4_096], [3]):
+            weight = SMALL_WEIGHTS[name] if place.small else WEIGHTS[name]
+            yield _matmul_fp8(place, name, num_rows, *weight)
     for num_rows in place.pick([1, 8, 16], [1, 3]):
         for name, before, accumulates in FUSED:
             weight = (32, 256) if place.small else WEIGHTS[name]
@@ -61,6 +66,38 @@ def _matmul_exact(place: Place, name: str, num_rows: int, num_columns: int, dept
         num_bytes=2 * (num_rows * depth + num_columns * depth) + out.nbytes,
         num_flops=2 * num_rows * num_columns * depth,
         other=lambda i: torch.mm(x, weights[i % len(weights)].t()),
+        other_name="cuBLAS ms",
+    )
+
+
+def _matmul_fp8(place: Place, name: str, num_rows: int, num_columns: int, depth: int) -> Case:
+    from tokenmill.kernels.gpu.gemm_config import SplitWorkspace
+    from tokenmill.kernels.gpu.gemm_fp8 import matmul_fp8, matmul_fp8_reference, scaled_mm
+
+    x = place.randn(num_rows, depth).to(FP8)
+    weights = [place.randn(num_columns, depth).to(FP8) for _ in place.sets(num_columns * depth)]
+    scales = [place.randn(count, dtype=torch.float32).abs() for count in (num_rows, num_columns)]
+    out = place.poisoned(num_rows, num_columns)
+    workspace = SplitWorkspace.allocate(place.device)
+
+    def launch(i: int) -> None:
+        weight = weights[i % len(weights)]
+        matmul_fp8(x, scales[0], weight, scales[1], None, out, workspace)
+
+    def results() -> Iterator[Result]:
+        expected = torch.empty_like(out, dtype=torch.float64)
+        matmul_fp8_reference(x, scales[0], weights[0], scales[1], None, expected)
+        yield out, expected, MANY_ROUNDED
+
+    return Case(
+        "matmul_fp8",
+        f"{name}, {num_rows} x {num_columns} x {depth}",
+        launch,
+        results,
+        num_bytes=num_rows * depth + num_columns * depth + out.nbytes,
+        num_flops=2 * num_rows * num_columns * depth,
+        matmul_speed=2.0,
+        other=lambda i: scaled_mm(x, scales[0], weights[i % len(weights)], scales[1]),
         other_name="cuBLAS ms",
     )
 

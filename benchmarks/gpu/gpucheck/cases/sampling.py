@@ -1,13 +1,13 @@
-"""Tokens drawn from the logits of a large vocabulary."""
+"""Tokens drawn from the logits of a large vocabulary, and edits of logits before that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from gpucheck.cases.case import SAME, Case, Place
+from gpucheck.cases.case import SAME, Case, Place, Result
 
 MANNERS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 1.0},
@@ -23,6 +23,9 @@ def cases(place: Place) -> Iterator[Case]:
     for manner in place.pick(list(MANNERS), ["greedy", "all filters"]):
         for num_rows in place.pick([1, 64, 256], [2]):
             yield _sample(place, manner, num_rows, vocab_size)
+    for num_rows in place.pick([1, 256], [3]):
+        yield _apply_bitmask(place, num_rows, vocab_size)
+        yield from _edits(place, num_rows, vocab_size)
 
 
 def _sample(place: Place, manner: str, num_rows: int, vocab_size: int) -> Case:
@@ -77,3 +80,55 @@ def _sample(place: Place, manner: str, num_rows: int, vocab_size: int) -> Case:
         results,
         num_bytes=num_rows * vocab_size * 4,
     )
+
+
+def _apply_bitmask(place: Place, num_rows: int, vocab_size: int) -> Case:
+    """Of all rows but the last, in another order."""
+    from tokenmill.kernels.gpu.bitmask import apply_bitmask
+
+    logits = place.randn(num_rows, vocab_size, dtype=torch.float32)
+    rows = torch.randperm(num_rows, device=place.device)[: max(num_rows - 1, 1)]
+    words = place.integers(1 << 31, len(rows), -(-vocab_size // 32))
+    before = logits.clone()
+
+    def results() -> Iterator[Result]:
+        bits = words[:, :, None] >> torch.arange(32, device=place.device) & 1
+        allowed = bits.flatten(1)[:, :vocab_size].bool()
+        before[rows] = before[rows].masked_fill(~allowed, -torch.inf)
+        yield logits, before, SAME
+
+    return Case(
+        "apply_bitmask",
+        f"{len(rows)} x {vocab_size}",
+        lambda i: apply_bitmask(logits, words, rows),
+        results,
+        num_bytes=len(rows) * vocab_size * (4 + 1 / 8),
+    )
+
+
+def _edits(place: Place, num_rows: int, vocab_size: int) -> Iterator[Case]:
+    """Bans and biases of some tokens of every row; the last entry is padding."""
+    from tokenmill.kernels.gpu.bitmask import add_bias, ban_tokens
+
+    each = 20
+    rows = torch.arange(num_rows, device=place.device).repeat_interleave(each)
+    ids = torch.cat(
+        [torch.randperm(vocab_size, device=place.device)[:each] for _ in range(num_rows)]
+    )
+    rows[-1] = -1
+    bias = place.randn(len(rows), dtype=torch.float32)
+
+    def case(op: str, launch: Callable[[torch.Tensor], None], edit: torch.Tensor) -> Case:
+        logits = place.randn(num_rows, vocab_size, dtype=torch.float32)
+        expected = logits.clone()
+        expected[rows[:-1], ids[:-1]] += edit[:-1]
+        return Case(
+            op,
+            f"{len(rows)} in {num_rows} x {vocab_size}",
+            lambda i: launch(logits),
+            lambda: [(logits, expected, SAME)],
+        )
+
+    banned = torch.full_like(bias, -torch.inf)
+    yield case("ban_tokens", lambda logits: ban_tokens(logits, rows, ids), banned)
+    yield case("add_bias", lambda logits: add_bias(logits, rows, ids, bias), bias)
