@@ -20,7 +20,17 @@ def _cpu() -> AttentionBackend:
     return CpuBackend()
 
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"cpu": _cpu, "reference": _reference}
+def _triton() -> AttentionBackend:
+    from tokenmill.attention.triton import TritonBackend
+
+    return TritonBackend()
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "triton": _triton,
+    "cpu": _cpu,
+    "reference": _reference,
+}
 """The best first: `auto` takes the first that supports the model and the machine."""
 
 

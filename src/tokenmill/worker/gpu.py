@@ -28,7 +28,7 @@ from tokenmill.worker.bind import bind_attention, kv_cache_config
 from tokenmill.worker.graphs.cuda import CudaGraphRecorder, GraphSizes
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.inputs.device import DeviceInputs
-from tokenmill.worker.inputs.staging import Staging
+from tokenmill.worker.inputs.staging import Results, Staging
 from tokenmill.worker.model_runner import ModelRunner, RunnerLimits, num_kv_groups
 from tokenmill.worker.results import finish_later
 from tokenmill.worker.rows import RowTable
@@ -89,7 +89,7 @@ def make_gpu_runner(
     """A runner whose rows are mirrored on `device`, and whose results are finished later."""
     scheduler = config.scheduler
     groups = bind_attention(config, model, cache, device)
-    staging = Staging(device)
+    staging, results = Staging(device), Results(device)
     rows = RowTable(
         scheduler.max_num_seqs, scheduler.max_model_len, cache.block_size, num_kv_groups(groups)
     )
@@ -107,7 +107,13 @@ def make_gpu_runner(
         inputs=DeviceInputs(
             rows, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, staging, device
         ),
-        sampler=GpuSampler(staging, device),
+        sampler=GpuSampler(
+            staging.stage,
+            results.fetch,
+            max_num_rows=scheduler.max_num_seqs,
+            vocab_size=config.model.vocab_size,
+            device=device,
+        ),
         hand_over=finish_later,
     )
 

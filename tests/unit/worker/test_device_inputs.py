@@ -15,7 +15,7 @@ from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.worker.batch import BatchShape, NewTokens, gather_batch
 from tokenmill.worker.inputs.device import DeviceInputs
 from tokenmill.worker.inputs.host import HostInputs
-from tokenmill.worker.inputs.staging import NUM_BUFFERS, HostCopy, Staging
+from tokenmill.worker.inputs.staging import NUM_BUFFERS, Results, Staging
 from tokenmill.worker.rows import RowTable
 
 BLOCK_SIZE = 4
@@ -220,9 +220,9 @@ def test_staged_arrays_arrive_whatever_their_types_and_sizes():
 
 def test_a_copy_to_the_host_is_what_it_was_when_it_was_ordered():
     tensor = torch.tensor([1, 2, 3])
-    copy = HostCopy([tensor], None)
+    arrive = Results(CPU).fetch([tensor])
     tensor.zero_()
-    assert copy.wait()[0].tolist() == [1, 2, 3]
+    assert arrive()[0].tolist() == [1, 2, 3]
 
 
 def test_a_plan_past_the_known_tokens_is_a_broken_invariant():

@@ -10,7 +10,7 @@ On a device that shares the host's memory all of it happens at once; tests run t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -96,40 +96,38 @@ class _Buffer:
             self._is_pending = False
 
 
-class HostCopy:
-    """Tensors of the device on their way to the host."""
+class Results:
+    """Tensors of the device to the host, on a stream of their own."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
-        self._sources = tensors
-        """Kept until the copies are done."""
-        if stream is None:
-            self._copies = [tensor.clone() for tensor in tensors]
-            self._done = None
-            return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._copies = [
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[npt.NDArray[np.generic]]]:
+        """Order a copy of the tensors as they are then; the answer waits for it."""
+        if self._stream is None:
+            copies = [tensor.clone() for tensor in tensors]
+            return lambda: [copy.numpy() for copy in copies]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copies = [
                 torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
                     tensor, non_blocking=True
                 )
                 for tensor in tensors
             ]
-            self._done = _event()
-            self._done.record(stream)
+            arrived = _event()
+            arrived.record(self._stream)
 
-    def wait(self) -> list[npt.NDArray[np.generic]]:
-        """The arrays, once they are there."""
-        if self._done is not None:
-            self._done.synchronize()
-        self._sources = ()
-        return [copy.numpy() for copy in self._copies]
+        def wait() -> list[npt.NDArray[np.generic]]:
+            arrived.synchronize()
+            del sources[:]
+            return [copy.numpy() for copy in copies]
 
-
-def result_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream for results; None where there are no streams."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        sources = list(tensors)
+        """Their memory must not be given away before."""
+        return wait
 
 
 def _event() -> torch.cuda.Event:

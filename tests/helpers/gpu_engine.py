@@ -1,0 +1,86 @@
+"""The engine of a GPU on the CPU, by Triton's interpreter: every part but graphs and streams."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.machine import Accelerator, Machine
+from tokenmill.config.resolve import resolve
+from tokenmill.core.build import build_scheduler
+from tokenmill.engine.build import build_front_end
+from tokenmill.engine.client import InProcessClient
+from tokenmill.engine.core import EngineCore
+from tokenmill.engine.llm_engine import LLMEngine
+from tokenmill.executor.local import LocalExecutor
+from tokenmill.layers.gpu import GpuKernels
+from tokenmill.models.loader import load_model
+from tokenmill.outputs import RequestOutput
+from tokenmill.sampling_params import SamplingParams
+from tokenmill.worker.bind import kv_cache_config
+from tokenmill.worker.gpu import make_gpu_runner
+from tokenmill.worker.worker import Worker
+
+GIB = 1 << 30
+MACHINE = Machine(
+    num_cpus=1,
+    total_memory=8 * GIB,
+    available_memory=4 * GIB,
+    accelerator=Accelerator("interpreted", (9, 0), 8 * GIB, 8 * GIB),
+)
+
+
+def device() -> torch.device:
+    """A GPU where the tests run on one."""
+    return torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+
+
+def gpu_engine(path: Path, **settings: Any) -> LLMEngine:
+    """An engine on the parts of a GPU; steps are not recorded."""
+    args = EngineArgs(model=str(path), device="cuda", **settings)
+    checkpoint = open_checkpoint(path)
+    config = resolve(
+        args,
+        path=str(path),
+        config=checkpoint.config,
+        tensor_shapes=checkpoint.tensor_shapes,
+        tensor_formats=checkpoint.tensor_formats,
+        machine=MACHINE,
+    )
+    kernels = GpuKernels(device(), exact=config.exact)
+    model = load_model(config.model, checkpoint, kernels=kernels)
+    cache = kv_cache_config(config, model)
+    worker = Worker(make_gpu_runner(config, model, cache, device()), cache)
+    core = EngineCore(
+        build_scheduler(config, cache),
+        LocalExecutor(worker, background=False),
+        max_steps_in_flight=config.scheduler.max_steps_in_flight,
+    )
+    front_end = build_front_end(args, checkpoint, config, None)
+    return LLMEngine(
+        config=config,
+        tokenizer=None,
+        default_params=front_end.default_params,
+        input_processor=front_end.input_processor,
+        client=InProcessClient(core),
+        output_processor=front_end.output_processor,
+    )
+
+
+def generate(
+    engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[RequestOutput]:
+    """Run token prompts to their ends; outputs in the order of the prompts."""
+    for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, asked)
+    ended = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                ended[output.request_id] = output
+    return [ended[str(i)] for i in range(len(prompts))]
