@@ -33,7 +33,18 @@ _MASSES = tl.constexpr(1)
 _TIES = tl.constexpr(2)  # tokens of one rank, by their ids instead of ranks
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "is_greedy",
+        "temperature",
+        "top_k",
+        "top_p",
+        "seed",
+        "position",
+        "token_ids",
+        "is_valid",
+    ]
+)
 def choose_kernel(
     logits: tl.tensor,
     is_greedy: tl.tensor,

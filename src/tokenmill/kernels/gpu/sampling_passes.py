@@ -106,7 +106,7 @@ def _second_pivot(i: tl.constexpr, lo: tl.tensor, hi: tl.tensor) -> tl.tensor:
     return tl.minimum(tl.maximum(tl.where(is_wide, by_rank, by_number), lo), hi)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["is_greedy", "temperature", "min_p", "top_k", "top_p"])
 def weigh_kernel(
     logits: tl.tensor,
     is_greedy: tl.tensor,
@@ -196,7 +196,17 @@ def _weigh(
             tl.store(state + PIVOTS + PASS * NUM_PIVOTS + i, pivot)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "is_greedy",
+        "temperature",
+        "min_p",
+        "top_k",
+        "top_p",
+        "seed",
+        "position",
+    ]
+)
 def split_kernel(
     logits: tl.tensor,
     is_greedy: tl.tensor,
