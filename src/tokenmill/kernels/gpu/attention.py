@@ -30,14 +30,14 @@ from tokenmill.kernels.gpu.launch import cdiv, define_op, next_power_of_2
 
 MAX_HEAD_SIZE = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_WORKSPACE = 1 << 26
+MAX_WORKSPACE = 1 << 25
 """Float32 values that partial results take at most, unless the caller wants more."""
 
 _LOG2_E = math.log2(math.e)
 _PLAN_BLOCK = 1024
 """Requests that the plan counts at a time."""
 _MERGE_ROWS = 16
-_MERGE_UNROLL = 4
+"""Most rows of a merging program; with fewer it loads more partitions at a time."""
 
 
 def workspace_size(
@@ -281,8 +281,9 @@ def _split(call: _Call, shape: KernelShape, max_query_len: int, max_seq_len: int
     )
     if num_partitions == 1:
         return
-    rows = min(max_query_len, shape.tile_tokens) * shape.group
-    merge_kernel[(shape.num_kv_heads, num_reqs, cdiv(rows, _MERGE_ROWS))](
+    num_rows = min(max_query_len, shape.tile_tokens) * shape.group
+    rows = min(next_power_of_2(num_rows), _MERGE_ROWS)
+    merge_kernel[(shape.num_kv_heads, num_reqs, cdiv(num_rows, rows))](
         call.tables[2],
         plan,
         partial,
@@ -292,10 +293,10 @@ def _split(call: _Call, shape: KernelShape, max_query_len: int, max_seq_len: int
         num_reqs + 1,
         capacity,
         call.factors[2],
-        _MERGE_ROWS,
-        _MERGE_UNROLL,
+        rows,
+        4 * _MERGE_ROWS // rows,
         shape,
-        num_warps=4,
+        num_warps=max(1, min(4, rows * shape.block_d // 128)),
         num_stages=1,
     )
 

@@ -114,7 +114,7 @@ def shape_cases(
         f"attention merge {name}",
         merge_kernel,
         merged | partial | sinks,
-        {**no_sinks, "ROWS": 16, "UNROLL": 4, "S": split},
+        {**no_sinks, "ROWS": 4, "UNROLL": 16, "S": split},
         num_warps=4,
         num_stages=1,
     )

@@ -11,6 +11,7 @@ from tokenmill.kernels.gpu.attention_tiles import (
     empty_state,
     find_request,
     load_query,
+    merge_states,
     normalize,
     store_output,
     walk,
@@ -81,7 +82,7 @@ def _attend(
 ) -> Any:
     """State of a tile whose tokens stand at `position` and behind, after all keys that they see.
 
-    Keys that all of them see, in whole units, are walked without a mask:
+    Whole tiles of keys that all of them see are walked without a mask:
 
         begin     full_begin             full_end    end
           | masked |        all visible      | masked |
@@ -90,20 +91,21 @@ def _attend(
     last = position + num_tokens - 1
     begin = position * 0
     full_begin = begin
-    if S.causal:
-        end = last + 1
-        full_end = (position + 1) // S.unit * S.unit
-    else:
-        end = seq_len
-        full_end = seq_len // S.unit * S.unit
+    end = last + 1 if S.causal else seq_len
+    full_end = position + 1 if S.causal else seq_len
+    full_end = full_end // S.block_n * S.block_n
     if S.window > 0:
         begin = tl.maximum(position - S.window + 1, 0) // S.block_n * S.block_n
-        full_begin = tl.cdiv(tl.maximum(last - S.window + 1, 0), S.unit) * S.unit
+        full_begin = tl.cdiv(tl.maximum(last - S.window + 1, 0), S.block_n) * S.block_n
     sequence = (keys, table, positions, seq_len, qk_scale, soft_cap)
-    acc, peak, total = empty_state(S.block_m, S)
+    merged = empty_state(S.block_m, S)
+    state = empty_state(S.block_m, S)
     if S.window > 0:
         masked_end = tl.minimum(full_begin, end)
-        acc, peak, total = walk(q, acc, peak, total, begin, masked_end, sequence, True, S)
-    acc, peak, total = walk(q, acc, peak, total, full_begin, full_end, sequence, False, S)
+        merged, state = walk(q, merged, state, begin, masked_end, sequence, True, S)
+    merged, state = walk(q, merged, state, full_begin, full_end, sequence, False, S)
     rest = tl.maximum(full_begin, full_end)
-    return walk(q, acc, peak, total, rest, end, sequence, True, S)
+    merged, state = walk(q, merged, state, rest, end, sequence, True, S)
+    if S.in_partitions:
+        state = merge_states(merged, state)
+    return state

@@ -171,8 +171,9 @@ def _attend_item(
     end = tl.where(is_whole, seq_len, (first + part + 1) * S.partition)
     positions = position + tl.arange(0, S.block_m) // S.group
     sequence = (keys, table, positions, seq_len, qk_scale, soft_cap)
-    acc, peak, total = empty_state(S.block_m, S)
-    return walk(q, acc, peak, total, begin, tl.minimum(end, seq_len), sequence, True, S)
+    empty = empty_state(S.block_m, S)
+    merged, state = walk(q, empty, empty, begin, tl.minimum(end, seq_len), sequence, True, S)
+    return merge_states(merged, state)
 
 
 @triton.jit
@@ -248,13 +249,13 @@ def merge_kernel(
         return
     rows = first + tl.arange(0, ROWS)
     first_row = tl.load(plan + plan_stride + req)
-    acc, peak, total = empty_state(ROWS, S)
+    state = empty_state(ROWS, S)
     for begin in range(0, num_parts, UNROLL):
         for part in tl.static_range(UNROLL):
             mask = rows < tl.where(begin + part < num_parts, num_rows, 0)
             places = (first_row + (begin + part) * num_rows + rows).to(tl.int64)
             places = places * S.num_kv_heads + kv_head
-            loaded, loaded_peak, loaded_total = _load_partial(workspace, capacity, places, mask, S)
-            acc, peak, total = merge_states(acc, peak, total, loaded, loaded_peak, loaded_total)
+            state = merge_states(state, _load_partial(workspace, capacity, places, mask, S))
+    acc, peak, total = state
     values = normalize(acc, peak, total, sinks, rows, kv_head, v_scale, S)
     store_output(out, out_stride, values, rows, start, query_len, kv_head, S)

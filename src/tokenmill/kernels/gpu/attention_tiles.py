@@ -72,11 +72,6 @@ class KernelShape:
         """Elements of the cache between the keys and the values of a block."""
         return self.block_size * self.token_stride
 
-    @property
-    def unit(self) -> int:
-        """Keys between two places where a walk may change its loop."""
-        return self.partition if self.in_partitions else self.block_n
-
 
 @triton.jit
 def find_request(starts: tl.tensor, item: tl.tensor, num_reqs: tl.tensor) -> Any:
@@ -281,15 +276,10 @@ def empty_state(ROWS: tl.constexpr, S: tl.constexpr) -> Any:
 
 
 @triton.jit
-def merge_states(
-    acc: tl.tensor,
-    peak: tl.tensor,
-    total: tl.tensor,
-    next_acc: tl.tensor,
-    next_peak: tl.tensor,
-    next_total: tl.tensor,
-) -> Any:
+def merge_states(merged: tl.tuple, state: tl.tuple) -> Any:
     """The state of rows after the keys of both; one without keys leaves the other's bits."""
+    acc, peak, total = merged
+    next_acc, next_peak, next_total = state
     top = tl.maximum(peak, next_peak)
     base = tl.where(top == -float("inf"), 0.0, top)
     weight = tl.exp2(peak - base)
@@ -324,9 +314,8 @@ def normalize(
 @triton.jit
 def walk(
     q: tl.tensor,
-    acc: tl.tensor,
-    peak: tl.tensor,
-    total: tl.tensor,
+    merged: tl.tuple,
+    state: tl.tuple,
     begin: tl.tensor,
     end: tl.tensor,
     sequence: tl.tuple,
@@ -335,26 +324,27 @@ def walk(
 ) -> Any:
     """Add the keys from begin, a multiple of block_n, up to end to the state of a tile.
 
-    The sequence is (pointer to the keys of a KV head in block 0, pointer to the request's block
-    table, position of each row, seq_len, scale of scores, soft cap). Without MASKED, all rows see
-    all of these keys.
+    Where a partition begins, the state of the one before is merged, and a new one begins. The
+    sequence is (pointer to the keys of a KV head in block 0, pointer to the request's block table,
+    position of each row, seq_len, scale of scores, soft cap). Without MASKED, all rows see all of
+    these keys.
     """
+    block_m: tl.constexpr = S.block_m
+    acc, peak, total = merged
+    part, part_peak, part_total = state
     table, seq_len = sequence[1], sequence[3]
     blocks = _load_blocks(table, begin, seq_len, S)
-    if S.in_partitions:
-        for first in range(begin // S.partition * S.partition, end, S.partition):
-            part, part_peak, part_total = empty_state(S.block_m, S)
-            part_end = tl.minimum(first + S.partition, end)
-            for key0 in range(tl.maximum(first, begin), part_end, S.block_n):
-                next_blocks = _load_blocks(table, key0 + S.block_n, seq_len, S)
-                part, part_peak, part_total = _fold_tile(
-                    q, part, part_peak, part_total, key0, blocks, sequence, MASKED, S
-                )
-                blocks = next_blocks
-            acc, peak, total = merge_states(acc, peak, total, part, part_peak, part_total)
-    else:
-        for key0 in range(begin, end, S.block_n):
-            next_blocks = _load_blocks(table, key0 + S.block_n, seq_len, S)
-            acc, peak, total = _fold_tile(q, acc, peak, total, key0, blocks, sequence, MASKED, S)
-            blocks = next_blocks
-    return acc, peak, total
+    for key0 in range(begin, end, S.block_n):
+        if S.in_partitions:  # noqa: SIM102  known when it is compiled, the other is not
+            # Here, not behind the product: there the compiler would read it before it is complete.
+            if key0 % S.partition == 0:
+                acc, peak, total = merge_states((acc, peak, total), (part, part_peak, part_total))
+                # With its peak the next tile scales the old sum by 0.
+                part_peak = tl.full([block_m], -float("inf"), tl.float32)
+                part_total = tl.zeros([block_m], tl.float32)
+        next_blocks = _load_blocks(table, key0 + S.block_n, seq_len, S)
+        part, part_peak, part_total = _fold_tile(
+            q, part, part_peak, part_total, key0, blocks, sequence, MASKED, S
+        )
+        blocks = next_blocks
+    return (acc, peak, total), (part, part_peak, part_total)
