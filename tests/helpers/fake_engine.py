@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers.tiny import write_tokenizer
+from helpers.tiny_text import write_tokenizer
 from tokenmill.checkpoint.checkpoint import TokenizerData
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.machine import Machine

@@ -1,0 +1,165 @@
+"""The official client, as people use it, against a server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from helpers.fake_engine import FakeEngine, Script, tiny_tokenizer
+from helpers.live_server import LiveServer
+from tokenmill.contracts.request import FinishReason
+from tokenmill.engine.serve_options import ServeOptions
+
+HELLO = [{"role": "user", "content": "Hi"}]
+ANSWER = "user\nHi\nassistant\n"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with LiveServer(api_key=["sk-test"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sk-test", max_retries=0) as client:
+        yield client
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["fake/model"]
+    assert client.models.retrieve("fake/model").id == "fake/model"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+
+
+def test_chat(client):
+    reply = client.chat.completions.create(
+        model="fake/model", messages=HELLO, logprobs=True, top_logprobs=2, max_completion_tokens=50
+    )
+    assert reply.choices[0].message.content == ANSWER
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    first = reply.choices[0].logprobs.content[1]
+    assert [best.token for best in first.top_logprobs] == ["(", ")"]
+
+
+def test_chat_stream(client):
+    stream = client.chat.completions.create(
+        model="fake/model", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == ANSWER
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+def test_chat_stream_helper(client):
+    """The accumulating helper checks the chunks' order."""
+    with client.chat.completions.stream(
+        model="fake/model", messages=HELLO, n=2, temperature=1
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    assert [choice.message.content for choice in final.choices] == [ANSWER] * 2
+
+
+def test_completions(client):
+    reply = client.completions.create(
+        model="fake/model", prompt=["One two", "three"], logprobs=1, echo=True, seed=1
+    )
+    assert [choice.text for choice in reply.choices] == ["One twoOne two", "threethree"]
+    assert reply.choices[0].logprobs.tokens[0] == "One"
+    ids = tiny_tokenizer().encode("One two")
+    stream = client.completions.create(model="fake/model", prompt=ids, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "One two"
+
+
+def test_extra_fields(client):
+    reply = client.completions.create(
+        model="fake/model", prompt="One two", extra_body={"top_k": 5, "return_token_ids": True}
+    )
+    assert reply.choices[0].model_extra["token_ids"][-1] == 2
+
+
+def test_errors_are_the_client_s_own(server, client):
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model="fake/model", messages=HELLO, temperature=3)
+    assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
+    assert isinstance(bad.value.code, str)
+    assert bad.value.request_id
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="other", messages=HELLO)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    engine = server.engine
+    engine.is_ready = False
+    try:
+        with pytest.raises(openai.InternalServerError) as unavailable:
+            client.completions.create(model="fake/model", prompt="One")
+        assert unavailable.value.status_code == 503
+    finally:
+        engine.is_ready = True
+
+
+def test_b038_an_error_in_mid_stream_is_raised():
+    failing = FakeEngine(lambda p, s: Script([5, 6], FinishReason.ERROR, "it broke."))
+    with LiveServer(failing) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+        with client, pytest.raises(openai.APIError, match="it broke"):
+            list(client.chat.completions.create(model="", messages=HELLO, stream=True))
+
+
+def test_b085_the_client_comes_back_when_the_queue_has_room():
+    slow = FakeEngine(lambda p, s: Script([5], first_step_seconds=0.3), max_num_seqs=1)
+    with LiveServer(slow, options=ServeOptions(max_queue=0)) as server:
+
+        async def ask_two():
+            async with openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="x", max_retries=3
+            ) as client:
+                asks = [client.completions.create(model="", prompt="One") for _ in range(2)]
+                return await asyncio.gather(*asks)
+
+        assert len(asyncio.run(ask_two())) == 2
+        assert server.state.admission.num_refused >= 1
+
+
+def test_breaking_off_a_stream_ends_the_request():
+    endless = FakeEngine(lambda p, s: Script([5] * 9999, step_seconds=0.01), max_model_len=16384)
+    with LiveServer(endless) as server:
+
+        async def first_chunk():
+            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+                stream = await client.completions.create(
+                    model="", prompt="One", stream=True, max_tokens=9999
+                )
+                async for chunk in stream:
+                    await stream.close()
+                    return chunk.choices[0].text
+            return None
+
+        assert asyncio.run(first_chunk()) != ""
+        server.wait_until(lambda: not endless.running, seconds=2)
+
+
+def test_many_at_once(server):
+    async def ask_many():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="sk-test") as client:
+            asks = [
+                client.chat.completions.create(
+                    model="", messages=[{"role": "user", "content": f"Say {i}"}]
+                )
+                for i in range(64)
+            ]
+            return await asyncio.gather(*asks)
+
+    texts = [reply.choices[0].message.content for reply in asyncio.run(ask_many())]
+    assert texts == [f"user\nSay {i}\nassistant\n" for i in range(64)]
