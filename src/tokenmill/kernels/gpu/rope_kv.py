@@ -52,20 +52,10 @@ def rotate_and_write_kv(
     float8_e4m3fn, which saturates; it takes key / k_scale and value / v_scale. slot_mapping is
     int64 [N]; a negative slot writes nothing. Tokens have slots of their own.
     """
-    num_tokens = len(positions)
-    head_size = kv_cache.shape[4]
-    assert positions.dtype == torch.int64
-    assert positions.is_contiguous()
-    assert query_out.shape == query.shape
-    assert query_out.dtype == query.dtype == key.dtype
-    assert query.stride(1) == query_out.stride(1) == 1
-    assert query.shape == (num_tokens, query.shape[1] // head_size * head_size)
-    assert cos.dtype == sin.dtype == torch.float32
-    assert cos.shape == sin.shape
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
-    assert 2 * cos.shape[1] <= head_size
+    num_tokens, head_size = len(positions), kv_cache.shape[4]
+    _check_rotation(query, positions, cos, sin, query_out, head_size)
     _check_cache(key, value, kv_cache, slot_mapping)
+    assert key.dtype == query.dtype
     if num_tokens == 0:
         return
     num_heads, num_kv_heads = query.shape[1] // head_size, kv_cache.shape[3]
@@ -182,6 +172,29 @@ def write_kv_reference(
         target[slots // block_size, slots % block_size] = scaled.to(kv_cache.dtype).view(
             torch.uint8
         )
+
+
+def _check_rotation(
+    query: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    query_out: torch.Tensor,
+    head_size: int,
+) -> None:
+    num_tokens, width = query.shape
+    assert width % head_size == 0
+    assert query_out.shape == query.shape
+    assert query_out.dtype == query.dtype
+    assert query.stride(1) == query_out.stride(1) == 1
+    assert positions.shape == (num_tokens,)
+    assert positions.dtype == torch.int64
+    assert positions.is_contiguous()
+    assert cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == sin.shape
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    assert 2 * cos.shape[1] <= head_size
 
 
 def _check_cache(

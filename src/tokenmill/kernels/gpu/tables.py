@@ -168,7 +168,7 @@ def _commit_tokens_kernel(
     row = tl.load(rows + token, mask=mask, other=-1).to(tl.int64)
     position = tl.load(positions + token, mask=mask, other=-1)
     if is_due is not None:
-        mask = mask & (tl.load(is_due + token, mask=mask, other=0) != 0)
+        mask = tl.load(is_due + token, mask=mask, other=0) != 0
     mask = mask & (row >= 0) & (position >= 0) & (position < max_len)
     token_id = tl.load(sampled + token, mask=mask, other=0).to(tl.int32)
     tl.store(token_ids + row * token_ids_stride + position, token_id, mask=mask)
