@@ -19,11 +19,15 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.executor.local import LocalExecutor
 from tokenmill.layers.gpu import GpuKernels
+from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
+from tokenmill.worker.batch import BatchShape
 from tokenmill.worker.bind import kv_cache_config
 from tokenmill.worker.gpu import make_gpu_runner
+from tokenmill.worker.graphs.cuda import GraphSizes
+from tokenmill.worker.graphs.forward import DirectForward
 from tokenmill.worker.worker import Worker
 
 GIB = 1 << 30
@@ -40,8 +44,21 @@ def device() -> torch.device:
     return torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 
 
-def gpu_engine(path: Path, **settings: Any) -> LLMEngine:
-    """An engine on the parts of a GPU; steps are not recorded."""
+class PaddedForward(DirectForward):
+    """Steps in the shapes of CUDA graphs, run directly."""
+
+    def __init__(self, model: CausalLM, sizes: GraphSizes) -> None:
+        super().__init__(model)
+        self._sizes = sizes
+
+    def padded(self, shape: BatchShape) -> BatchShape:
+        padded = self._sizes.padded(shape)
+        self.stats.num_padded_tokens += padded.num_tokens - shape.num_tokens
+        return padded
+
+
+def gpu_engine(path: Path, *, sizes: GraphSizes | None = None, **settings: Any) -> LLMEngine:
+    """An engine on the parts of a GPU. Steps are not recorded, but padded to `sizes`."""
     args = EngineArgs(model=str(path), device="cuda", **settings)
     checkpoint = open_checkpoint(path)
     config = resolve(
@@ -55,7 +72,10 @@ def gpu_engine(path: Path, **settings: Any) -> LLMEngine:
     kernels = GpuKernels(device(), exact=config.exact)
     model = load_model(config.model, checkpoint, kernels=kernels)
     cache = kv_cache_config(config, model)
-    worker = Worker(make_gpu_runner(config, model, cache, device()), cache)
+    runner = make_gpu_runner(config, model, cache, device())
+    if sizes is not None:
+        runner.capture(lambda model, largest, blank_step: PaddedForward(model, sizes))
+    worker = Worker(runner, cache)
     core = EngineCore(
         build_scheduler(config, cache),
         LocalExecutor(worker, background=False),

@@ -1,0 +1,80 @@
+"""The engine on the parts of a GPU: what it generates is what the CPU's reference generates."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.gpu_engine import generate, gpu_engine
+from helpers.tiny import write_tiny_llama
+from tokenmill import LLM, SamplingParams
+from tokenmill.worker.graphs.cuda import GraphSizes
+
+PROMPTS = [[5, 9, 20], [(7 * i) % 390 + 3 for i in range(9)], [33]]
+"""Together few enough for one tile: the interpreter's products of larger tiles round otherwise, as
+those of a GPU do not.
+"""
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=1, seed=3, top_k=20, max_tokens=3, ignore_eos=True, logprobs=0),
+    SamplingParams(temperature=0.7, seed=4, max_tokens=4, min_tokens=4, top_p=0.9),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_llama):
+    """Each request by itself."""
+    outputs = []
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        engine = gpu_engine(tiny_llama, dtype="float32", num_kv_blocks=16, max_model_len=20)
+        outputs += generate(engine, [prompt], [params])
+    return outputs
+
+
+def tokens_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def logprobs_of(outputs):
+    return [(output.outputs[0].logprobs, output.prompt_logprobs) for output in outputs]
+
+
+def check_close(found, wanted):
+    assert (found is None) == (wanted is None)
+    for mine, theirs in zip(found or (), wanted or (), strict=True):
+        assert (mine is None) == (theirs is None)
+        assert list(mine or ()) == list(theirs or ())
+        for token_id, entry in (mine or {}).items():
+            assert entry.logprob == pytest.approx(theirs[token_id].logprob, abs=1e-4)
+            assert entry.rank == theirs[token_id].rank
+
+
+def test_tokens_are_those_of_the_reference(tiny_llama, alone):
+    with LLM(str(tiny_llama), dtype="float32", device="cpu", num_kv_blocks=16) as llm:
+        want = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
+    assert tokens_of(alone) == tokens_of(want)
+    for mine, theirs in zip(logprobs_of(alone), logprobs_of(want), strict=True):
+        for found, wanted in zip(mine, theirs, strict=True):
+            check_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 4, "max_num_seqs": 3, "num_kv_blocks": 5, "block_size": 4},
+        {"async_scheduling": False, "sizes": GraphSizes((2, 4), (16,), 3, 20), "max_num_seqs": 3},
+    ],
+    ids=["batched", "chunked-and-preempted", "padded-and-one-step-in-flight"],
+)
+def test_the_same_bits_however_requests_are_run(tiny_llama, alone, settings):
+    settings = {"num_kv_blocks": 16, "max_model_len": 20} | settings
+    together = generate(gpu_engine(tiny_llama, dtype="float32", **settings), PROMPTS, PARAMS)
+    num_preemptions = sum(output.metrics.num_preemptions for output in together)
+    assert (num_preemptions > 0) == (settings["num_kv_blocks"] < 16)
+    assert tokens_of(together) == tokens_of(alone)
+    assert logprobs_of(together) == logprobs_of(alone)
