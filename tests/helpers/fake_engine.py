@@ -101,6 +101,7 @@ class FakeEngine:
         self.author = author
         self.is_ready = True
         self.is_healthy = True
+        self.is_draining = False
         self.calls = []
         self.running = set()
         self.num_aborted = 0
@@ -122,7 +123,7 @@ class FakeEngine:
         stream=True,
         delta=False,
     ):
-        if not self.is_ready:
+        if self.is_draining:
             raise EngineDrainingError("the engine takes no more requests.")
         kind = RequestOutputKind.FINAL_ONLY
         if stream:
@@ -205,10 +206,12 @@ class FakeEngine:
             callback()
 
     async def drain(self, timeout=None):
+        self.is_draining = True
         self.is_ready = False
         return not self.running
 
     async def shutdown(self):
+        self.is_draining = True
         self.is_ready = False
         self.shut_down = True
 

@@ -26,18 +26,21 @@ def test_probes(server):
 
 def test_b035_a_dead_or_frozen_engine_is_not_healthy():
     with LiveServer() as server:
-        server.engine.is_ready = False  # it starts again
-        assert server.get("/health").status == 200
-        assert server.get("/ready").status == 503
-        refused = server.complete()
-        assert (refused.status, refused.error["code"]) == (503, "unavailable")
-        assert int(refused.headers["retry-after"]) >= 1
-        server.engine.is_healthy = False
+        server.engine.is_ready = server.engine.is_healthy = False  # the core starts again
         for path in ("/health", "/ping", "/ready"):
-            assert server.get(path).status == 503
+            reply = server.get(path)
+            assert (reply.status, reply.error["code"]) == (503, "unavailable")
+            assert int(reply.headers["retry-after"]) >= 1
+        assert server.complete().status == 200  # waits for the next core
         server.engine.is_ready = server.engine.is_healthy = True
-        assert server.complete().status == 200
         assert server.get("/health").status == 200
+        server.engine.is_draining = True
+        refused = server.complete()
+        assert (refused.status, refused.error["code"]) == (503, "engine_draining")
+        assert int(refused.headers["retry-after"]) >= 1
+        server.state.dead = True
+        assert server.get("/health").status == 503
+        assert server.complete().status == 503
 
 
 def test_while_draining_what_runs_may_finish_and_nothing_else_begins():

@@ -100,13 +100,13 @@ def test_errors_are_the_client_s_own(server, client):
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
     engine = server.engine
-    engine.is_ready = False
+    engine.is_draining = True
     try:
         with pytest.raises(openai.InternalServerError) as unavailable:
             client.completions.create(model="fake/model", prompt="One")
         assert unavailable.value.status_code == 503
     finally:
-        engine.is_ready = True
+        engine.is_draining = False
 
 
 def test_b038_an_error_in_mid_stream_is_raised():

@@ -25,7 +25,7 @@ async def health(request: Request) -> Response:
 @router.get("/ready", responses=plain("Requests are taken.", 503))
 async def ready(request: Request) -> Response:
     """Readiness: send no requests here while this is not 200."""
-    state_of(request).check_open()
+    state_of(request).check_ready()
     return Response()
 
 

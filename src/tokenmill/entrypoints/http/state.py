@@ -61,17 +61,20 @@ class ServerState:
     _names: itertools.count[int] = field(default_factory=itertools.count)
     _name_root: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
 
-    @property
-    def takes_requests(self) -> bool:
-        return not (self.draining or self.stopping or self.dead) and self.engine.is_ready
-
     def check_open(self) -> None:
-        """Raise `UnavailableError` if no request is taken now."""
-        if self.takes_requests:
-            return
+        """Raise `UnavailableError` if no request is taken any more. While the core starts again,
+        requests are taken and wait.
+        """
+        if self.dead:
+            raise UnavailableError("the engine is dead, and the server ends.")
         if self.draining or self.stopping:
             raise UnavailableError("the server is stopping and takes no more requests.")
-        raise UnavailableError("the engine is not ready; try again soon.")
+
+    def check_ready(self) -> None:
+        """Raise `UnavailableError` if requests are not taken, or would have to wait."""
+        self.check_open()
+        if not self.engine.is_ready:
+            raise UnavailableError("the engine is not ready; try again soon.")
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer with. Raises `ModelNotFoundError` for a model that is not served."""
