@@ -1,12 +1,12 @@
 """The sampler of a GPU: the order of `sampler.py`, without waiting for the device.
 
-All columns of a step go there in one copy; the sampled ids stay, for the next step to read, and a
-copy of them travels to the host meanwhile.
+All that a step's rows ask for goes there in one copy; the sampled ids stay, for the next step to
+read, and a copy of them travels to the host meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,15 +15,20 @@ import torch
 
 from tokenmill.contracts.request import TokenLogprobs
 from tokenmill.kernels.gpu.bitmask import apply_bitmask, ban_tokens
-from tokenmill.kernels.gpu.sampling import SamplingWorkspace, sample
-from tokenmill.sampling.logprobs import raw_logprobs
-from tokenmill.sampling.metadata import IntArray, SamplingMetadata
+from tokenmill.kernels.gpu.logprobs import row_logprobs
+from tokenmill.kernels.gpu.sampling import SamplingWorkspace, num_rows_of_variants, sample
+from tokenmill.sampling.grammar_mask import GrammarMask
+from tokenmill.sampling.metadata import IntArray, RandomColumns, SamplingMetadata
 from tokenmill.sampling.sampler import SamplerOutput
 
-Stage = Callable[[Sequence[npt.NDArray[np.generic]]], list[torch.Tensor]]
+HostArray = npt.NDArray[np.generic]
+Stage = Callable[[Sequence[HostArray]], list[torch.Tensor]]
 """Host arrays to the device, in one copy."""
-ToHost = Callable[[Sequence[torch.Tensor]], Callable[[], list[npt.NDArray[np.generic]]]]
+ToHost = Callable[[Sequence[torch.Tensor]], Callable[[], list[HostArray]]]
 """Orders a copy of tensors to the host; what it returns waits for the copy."""
+
+_ROWS_LISTED_AT_ONCE = 32
+"""Rows whose best tokens are sought at once: each takes 16 bytes a token of the vocabulary."""
 
 
 @dataclass(slots=True)
@@ -31,18 +36,20 @@ class GpuSamples:
     """Sampled tokens on the device, and on their way to the host."""
 
     token_ids: torch.Tensor
-    """int64 [n]"""
-    arrive: Callable[[], list[npt.NDArray[np.generic]]]
-    """Waits for ids, validity, and the listed log-probabilities."""
+    """int64 [n]; where a row has no best logit, some id of the vocabulary"""
+    arrive: Callable[[], list[HostArray]]
+    """Waits for ids, validity, and the scores of rows that asked."""
     asked: IntArray
     """Rows that asked for log-probabilities."""
     num_best: IntArray
+    """How many of the best tokens each of them lists."""
     _on_host: SamplerOutput | None = field(default=None)
 
     def to_host(self) -> SamplerOutput:
+        """Wait for them."""
         if self._on_host is None:
-            token_ids, is_valid, *listed = self.arrive()
-            logprobs = _read_listed(listed, self.num_best) if listed else []
+            token_ids, is_valid, *scores = self.arrive()
+            logprobs = _read_scores(scores, self.num_best) if scores else []
             self._on_host = SamplerOutput(
                 token_ids=token_ids.astype(np.int64),
                 is_valid=is_valid.astype(np.bool_),
@@ -63,101 +70,210 @@ class GpuSampler:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`max_num_rows` is the most logits rows of a step that are sampled from."""
+        """`max_num_rows` is the most logits rows that a step samples from."""
         self._stage = stage
         self._to_host = to_host
-        self._workspace = SamplingWorkspace.allocate(max_num_rows, vocab_size, device)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._allocate(max_num_rows)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile what a step may need, so that no request waits for it."""
+        for num_rows in num_rows_of_variants(len(self._workspace.state), self._vocab_size):
+            for num_wishes in range(3):
+                logits = torch.zeros((num_rows, self._vocab_size), device=self._device)
+                metadata = _blank_metadata(num_rows, self._vocab_size, num_wishes)
+                self.forward(logits, metadata).to_host()
 
     def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> GpuSamples:
         """Sample one token from each row of float32 logits [n, vocab_size], which are edited."""
-        num_rows = len(logits)
-        columns = metadata.random
-        is_greedy, temperature, min_p, top_k, top_p, seed, position = self._stage(
-            [
-                metadata.is_greedy, columns.temperature, columns.min_p, columns.top_k,
-                columns.top_p, columns.seed, columns.position,
-            ]
-        )  # fmt: skip
-        if metadata.grammar.logits_rows.size:
-            rows, bitmask = self._stage([metadata.grammar.logits_rows, metadata.grammar.bitmask])
-            apply_bitmask(logits, bitmask, rows)
         asked = np.flatnonzero(metadata.wants_logprobs)
-        raw = logits[self._stage([asked])[0]] if asked.size else None
-        if metadata.banned_token_ids:
-            rows, ids = self._stage(_pairs(metadata.banned_token_ids))
-            ban_tokens(logits, rows, ids)
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        is_valid = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
-        is_random = ~metadata.is_greedy
-        sample(
-            logits,
-            is_greedy=is_greedy,
-            temperature=temperature,
-            min_p=min_p,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            position=position,
-            token_ids=token_ids,
-            is_valid=is_valid,
-            workspace=self._workspace,
-            any_random=bool(is_random.any()),
-            any_filter=bool(
-                ((columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0))[is_random].any()
-            ),
-        )
         num_best = metadata.num_logprobs[asked]
-        listed: list[torch.Tensor] = []
-        if raw is not None:
-            chosen = token_ids[self._stage([asked])[0]]
-            listed = _list_logprobs(raw_logprobs(raw), chosen, int(num_best.max()))
-        return GpuSamples(
-            token_ids=token_ids,
-            arrive=self._to_host([token_ids, is_valid, *listed]),
-            asked=asked,
-            num_best=num_best,
-        )
+        arrays = _arrays_of(metadata)
+        if asked.size:
+            arrays |= {"asked": asked, "listed": _order(num_best)}
+        tensors = self._stage(list(arrays.values())) if arrays else []
+        staged = dict(zip(arrays, tensors, strict=True))
+        if "bitmask" in staged:
+            apply_bitmask(logits, staged["bitmask"], staged["masked_rows"])
+        raw = logits
+        are_all_asked = asked.size == len(logits)
+        if asked.size and ("banned_ids" in staged or not are_all_asked):
+            raw = logits[staged["asked"]]
+        if "banned_ids" in staged:
+            ban_tokens(logits, staged["banned_rows"], staged["banned_ids"])
+        token_ids, is_valid = self._choose(logits, metadata, staged)
+        found = [token_ids, is_valid]
+        if asked.size:
+            chosen = token_ids if are_all_asked else token_ids[staged["asked"]]
+            found += _score(raw, chosen, num_best, staged["listed"])
+        return GpuSamples(token_ids, self._to_host(found), asked, num_best)
 
     def score(
         self, logits: torch.Tensor, token_ids: IntArray, num_best: IntArray
     ) -> tuple[list[TokenLogprobs], list[bool]]:
         """Raw log-probabilities of given tokens; waits for the device."""
-        chosen = self._stage([token_ids])[0]
-        listed = _list_logprobs(raw_logprobs(logits), chosen, int(num_best.max(initial=0)))
-        is_finite, *arrived = self._to_host([logits.amax(-1).isfinite(), *listed])()
-        return _read_listed(arrived, num_best), is_finite.tolist()
+        chosen, listed = self._stage([token_ids, _order(num_best)])
+        scores = self._to_host(_score(logits, chosen, num_best, listed))()
+        return _read_scores(scores, num_best), np.isfinite(_best_logits(scores)).tolist()
 
-
-def _pairs(by_row: dict[int, IntArray]) -> list[npt.NDArray[np.generic]]:
-    rows = np.repeat(np.array(list(by_row), np.int64), [len(ids) for ids in by_row.values()])
-    return [rows, np.concatenate(list(by_row.values()))]
-
-
-def _list_logprobs(
-    logprobs: torch.Tensor, chosen: torch.Tensor, num_best: int
-) -> list[torch.Tensor]:
-    """Of each row of log-probabilities [n, vocab_size]: the chosen token's, its rank, and the ids
-    and values of the best, in falling order, equal ones by their ids.
-    """
-    own = logprobs.gather(1, chosen.unsqueeze(1))
-    rank = (logprobs >= own).sum(-1)
-    if num_best:
-        values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
-        values, ids = values[:, :num_best].contiguous(), ids[:, :num_best].contiguous()
-    else:
-        values, ids = own[:, :0], chosen.unsqueeze(1)[:, :0]
-    return [chosen, own.squeeze(1), rank, ids, values]
-
-
-def _read_listed(
-    listed: Sequence[npt.NDArray[np.generic]], num_best: IntArray
-) -> list[TokenLogprobs]:
-    chosen, own, rank, ids, values = (array.tolist() for array in listed)
-    return [
-        TokenLogprobs(
-            token_ids=[chosen[i], *ids[i][:count]],
-            logprobs=[own[i], *values[i][:count]],
-            rank=rank[i],
+    def _choose(
+        self, logits: torch.Tensor, metadata: SamplingMetadata, staged: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token_ids, is_valid), each [n]."""
+        num_rows = len(logits)
+        if num_rows > len(self._workspace.state):
+            self._allocate(num_rows)
+        any_random = "seed" in staged
+        columns = staged if any_random else self._unused_columns
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        is_valid = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+        sample(
+            logits,
+            **{name: columns[name][:num_rows] for name in _COLUMNS},
+            token_ids=token_ids,
+            is_valid=is_valid,
+            workspace=self._workspace,
+            any_random=any_random,
+            any_filter=any_random and _any_filter(metadata),
         )
-        for i, count in enumerate(num_best.tolist())
-    ]
+        return token_ids, is_valid
+
+    def _allocate(self, max_num_rows: int) -> None:
+        self._workspace = SamplingWorkspace.allocate(max_num_rows, self._vocab_size, self._device)
+        unused = _arrays_of(_blank_metadata(max_num_rows, self._vocab_size, 1))
+        self._unused_columns = {
+            name: torch.from_numpy(unused[name]).to(self._device) for name in _COLUMNS
+        }
+        """For steps whose rows are all greedy: nothing reads them."""
+
+
+_COLUMNS = ("is_greedy", "temperature", "min_p", "top_k", "top_p", "seed", "position")
+
+
+def _arrays_of(metadata: SamplingMetadata) -> dict[str, HostArray]:
+    """What the device must know of the rows."""
+    arrays: dict[str, HostArray] = {}
+    if not metadata.is_greedy.all():
+        columns = metadata.random
+        arrays |= {
+            "is_greedy": metadata.is_greedy,
+            "temperature": columns.temperature,
+            "min_p": columns.min_p,
+            "top_k": columns.top_k,
+            "top_p": columns.top_p,
+            "seed": columns.seed.view(np.int64),
+            "position": columns.position,
+        }
+    if metadata.grammar.logits_rows.size:
+        arrays["masked_rows"] = metadata.grammar.logits_rows
+        arrays["bitmask"] = metadata.grammar.bitmask
+    if metadata.banned_token_ids:
+        banned = metadata.banned_token_ids
+        arrays["banned_rows"] = np.repeat(
+            np.array(list(banned), np.int64), [len(ids) for ids in banned.values()]
+        )
+        arrays["banned_ids"] = np.concatenate(list(banned.values()))
+    return arrays
+
+
+def _any_filter(metadata: SamplingMetadata) -> bool:
+    columns = metadata.random
+    is_filtered = (columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0)
+    return bool((is_filtered & ~metadata.is_greedy).any())
+
+
+def _blank_metadata(num_rows: int, vocab_size: int, num_wishes: int) -> SamplingMetadata:
+    """Rows that are greedy, that draw at random, or that ask for all there is."""
+    asks_all = num_wishes == 2
+    return SamplingMetadata(
+        is_greedy=np.full(num_rows, num_wishes == 0),
+        random=RandomColumns(
+            temperature=np.ones(num_rows, np.float32),
+            top_k=np.full(num_rows, asks_all, np.int64),
+            top_p=np.ones(num_rows, np.float64),
+            min_p=np.zeros(num_rows, np.float32),
+            seed=np.zeros(num_rows, np.uint64),
+            position=np.zeros(num_rows, np.int64),
+        ),
+        wants_logprobs=np.full(num_rows, asks_all),
+        num_logprobs=np.ones(num_rows, np.int64),
+        banned_token_ids={0: np.zeros(1, np.int64)} if asks_all else {},
+        grammar=GrammarMask(np.zeros(1, np.int64), np.full((1, -(-vocab_size // 32)), -1, np.int32))
+        if asks_all
+        else GrammarMask(),
+    )
+
+
+# ---- log-probabilities --------------------------------------------------------------------------
+
+
+def _order(num_best: IntArray) -> IntArray:
+    """Rows in the order in which their best tokens are listed: those that list as many together."""
+    return np.argsort(num_best, kind="stable")
+
+
+def _groups(num_best: IntArray) -> Iterator[tuple[int, int, int]]:
+    """(how many each lists, begin, end) of the groups of `_order`, none of them large."""
+    counts, starts = np.unique(np.sort(num_best), return_index=True)
+    ends = [*starts[1:].tolist(), len(num_best)]
+    for count, start, end in zip(counts.tolist(), starts.tolist(), ends, strict=True):
+        if count == 0:
+            continue
+        for begin in range(start, end, _ROWS_LISTED_AT_ONCE):
+            yield count, begin, min(begin + _ROWS_LISTED_AT_ONCE, end)
+
+
+def _score(
+    logits: torch.Tensor, chosen: torch.Tensor, num_best: IntArray, order: torch.Tensor
+) -> list[torch.Tensor]:
+    """Chosen ids, what normalises the rows, the ids' log-probabilities and ranks, each [m]; then
+    (ids, log-probabilities) of the best tokens of each group.
+    """
+    num_rows = len(logits)
+    normalizer = torch.empty((num_rows, 2), device=logits.device)
+    logprob = torch.empty(num_rows, device=logits.device)
+    rank = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    row_logprobs(logits, chosen, normalizer, logprob, rank)
+    scores = [chosen, normalizer, logprob, rank]
+    for count, begin, end in _groups(num_best):
+        rows = order[begin:end]
+        scores += _best_tokens(logits[rows], normalizer[rows], count)
+    return scores
+
+
+def _best_tokens(
+    logits: torch.Tensor, normalizer: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int32 ids, log-probabilities) of the best of each row, in falling order, equal ones by id.
+
+    The logits are overwritten.
+    """
+    logprobs = logits.sub_(normalizer[:, :1]).sub_(normalizer[:, 1:])
+    # No log-probability is above 0, so its bits without the sign grow as it falls. In front of the
+    # id they make keys of which no two are equal, so it is clear which ones topk takes.
+    keys = logprobs.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
+    keys.mul_(-(1 << 32)).sub_(torch.arange(logits.shape[1], device=logits.device))
+    ids = keys.topk(count).values.neg_().bitwise_and_(0xFFFFFFFF)
+    return ids.int(), logprobs.gather(1, ids)
+
+
+def _best_logits(scores: Sequence[HostArray]) -> npt.NDArray[np.float32]:
+    """Of each row; not finite where the row has a NaN, an infinity, or no finite logit at all."""
+    return scores[1][:, 0].astype(np.float32)
+
+
+def _read_scores(scores: Sequence[HostArray], num_best: IntArray) -> list[TokenLogprobs]:
+    """What `_score` has found, by row."""
+    chosen, _, logprob, rank, *best = scores
+    ids = [[token] for token in chosen.tolist()]
+    values = [[value] for value in logprob.tolist()]
+    order = _order(num_best).tolist()
+    pairs = zip(best[::2], best[1::2], strict=True)
+    for (_, begin, end), (best_ids, best_values) in zip(_groups(num_best), pairs, strict=True):
+        listed = zip(order[begin:end], best_ids.tolist(), best_values.tolist(), strict=True)
+        for row, row_ids, row_values in listed:
+            ids[row] += row_ids
+            values[row] += row_values
+    return [TokenLogprobs(*row) for row in zip(ids, values, rank.tolist(), strict=True)]

@@ -150,6 +150,12 @@ def chunk_of(num_rows: int, vocab_size: int) -> int:
     return _CHUNK if is_enough else _SMALL_CHUNK
 
 
+def num_rows_of_variants(max_num_rows: int, vocab_size: int) -> list[int]:
+    """Numbers of rows, up to the largest, that together need all that `sample` compiles."""
+    several = cdiv(_NUM_PROGRAMS, cdiv(vocab_size, _CHUNK))
+    return sorted({num for num in (1, several) if num <= max_num_rows})
+
+
 def _options(chunk: int) -> dict[str, int]:
     return {"num_warps": 8 if chunk == _CHUNK else 4, "num_stages": 1}
 

@@ -1,0 +1,180 @@
+"""The sampler of a GPU gives what the host's gives: tokens, validity, log-probabilities."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.sampling import metadata_of, new_request
+from helpers.triton_interpreter import loop_over_scalars, patch_the_language_once
+from tokenmill.kernels.gpu import sampling
+from tokenmill.sampling.choosers import TorchChooser
+from tokenmill.sampling.gpu import GpuSampler
+from tokenmill.sampling.grammar_mask import GrammarMask
+from tokenmill.sampling.sampler import Sampler, SamplerOutput
+from tokenmill.worker.inputs.staging import Results, Staging
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+
+IS_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+if IS_INTERPRETED:
+    loop_over_scalars()
+    patch_the_language_once()
+
+
+class CountedStaging:
+    """Counts the copies to the device."""
+
+    def __init__(self):
+        self._staging = Staging(DEVICE)
+        self.num_copies = 0
+
+    def stage(self, arrays):
+        self.num_copies += 1
+        return self._staging.stage(arrays)
+
+
+def gpu_sampler(vocab_size, staging=None, max_num_rows=4):
+    return GpuSampler(
+        (staging or CountedStaging()).stage,
+        Results(DEVICE).fetch,
+        max_num_rows=max_num_rows,
+        vocab_size=vocab_size,
+        device=DEVICE,
+    )
+
+
+def check(requests, vocab_size, *, seed=0, staging=None, **asked) -> SamplerOutput:
+    """Both samplers agree on random logits, some of them equal."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(requests), vocab_size, generator=generator) * 4
+    logits[1::2] = logits[1::2].round()
+    metadata = metadata_of(requests, vocab_size, **asked)
+    want = Sampler(chooser=TorchChooser()).forward(logits.clone(), metadata)
+    samples = gpu_sampler(vocab_size, staging).forward(logits.to(DEVICE), metadata)
+    found = samples.to_host()
+    assert found.is_valid.tolist() == want.is_valid.tolist()
+    assert found.token_ids.tolist() == want.token_ids.tolist()
+    assert samples.token_ids.tolist() == found.token_ids.tolist()
+    assert samples.to_host() is found
+    check_scores(found.logprobs, want.logprobs)
+    return found
+
+
+def check_scores(found, want):
+    assert list(found) == list(want)
+    for row, entry in want.items():
+        assert found[row].token_ids == entry.token_ids
+        assert found[row].logprobs == pytest.approx(entry.logprobs, abs=1e-5)
+        assert found[row].rank == entry.rank
+
+
+def test_rows_that_ask_for_different_things():
+    """The workspace grows when a step has more rows than were foreseen."""
+    requests = [
+        new_request(0, temperature=0.0, logprobs=3),
+        new_request(1, seed=5, temperature=1.0),
+        new_request(2, seed=-7, temperature=0.7, top_k=9, logprobs=0),
+        new_request(3, seed=8, temperature=1.2, top_p=0.7, min_p=0.01, logprobs=-1),
+        new_request(4, seed=2**63, temperature=2.0, logprobs=3),
+        new_request(5, temperature=0.0),
+    ]
+    found = check(requests, 150, positions=[3, 1, 4, 1, 5, 9])
+    assert [len(entry.token_ids) for entry in found.logprobs.values()] == [4, 1, 151, 4]
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_greedy_rows(logprobs):
+    staging = CountedStaging()
+    check(
+        [new_request(row, temperature=0.0, logprobs=logprobs) for row in range(3)],
+        70,
+        staging=staging,
+    )
+    assert staging.num_copies == (logprobs is not None)
+
+
+def test_masks_and_bans_come_in_one_copy():
+    """Log-probabilities are those behind the grammar's mask, but before bans."""
+    requests = [
+        new_request(0, temperature=0.0, logprobs=6, min_tokens=3, stop_token_ids=(1, 6, 2)),
+        new_request(1, seed=1, temperature=1.0, top_k=4),
+        new_request(2, seed=2, temperature=1.0, min_tokens=4, stop_token_ids=(0, 69), logprobs=2),
+    ]
+    words = np.array([[0x5F, 0, 0], [0xF0F0F0F, 3, 0x3F]], "<i4")
+    staging = CountedStaging()
+    found = check(
+        requests,
+        70,
+        seed=3,
+        staging=staging,
+        num_output_tokens=[1, 9, 4],
+        grammar=GrammarMask(np.array([0, 2]), words),
+    )
+    assert staging.num_copies == 1
+    assert found.token_ids[0] in (0, 3, 4)
+    assert {1, 2, 6} <= set(found.logprobs[0].token_ids)
+
+
+def test_all_rows_ask_and_some_are_banned():
+    requests = [
+        new_request(row, seed=row, temperature=1.0, logprobs=1, min_tokens=1, stop_token_ids=(4,))
+        for row in range(3)
+    ]
+    check(requests, 40, num_output_tokens=[0, 1, 0])
+
+
+def test_rows_without_usable_logits():
+    logits = torch.zeros(4, 20)
+    logits[0, 5] = float("nan")
+    logits[1] = -float("inf")
+    logits[2, 7] = float("inf")
+    logits[3, 9] = 1.0
+    requests = [new_request(row, temperature=row % 2, seed=row, logprobs=2) for row in range(4)]
+    found = gpu_sampler(20).forward(logits.to(DEVICE), metadata_of(requests, 20)).to_host()
+    assert found.is_valid.tolist() == [False, False, False, True]
+    assert len(found.logprobs) == 4
+    assert found.logprobs[3].token_ids[1:] == [9, 0]
+
+
+def test_no_rows():
+    found = gpu_sampler(20).forward(torch.empty(0, 20, device=DEVICE), metadata_of([], 20))
+    assert found.to_host().token_ids.tolist() == []
+    assert found.to_host().logprobs == {}
+
+
+def test_scores_of_given_tokens():
+    """More rows than are listed at once, listing different numbers of tokens."""
+    vocab_size, n = 90, 75
+    logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(1)).mul(3).round()
+    logits[4, 3] = float("nan")
+    logits[6, ::2] = -float("inf")
+    token_ids = np.arange(n, dtype=np.int64) % vocab_size
+    num_best = np.array([0, 5, 1, 5, 5] * (n // 5))
+    found, is_finite = gpu_sampler(vocab_size).score(logits.to(DEVICE), token_ids, num_best)
+    want, want_finite = Sampler().score(logits, token_ids, num_best)
+    assert is_finite == want_finite
+    assert not is_finite[4]
+    check_scores(
+        {row: entry for row, entry in enumerate(found) if row != 4},
+        {row: entry for row, entry in enumerate(want) if row != 4},
+    )
+
+
+def test_warming_up_leaves_nothing_behind(monkeypatch):
+    """It samples from as many rows as each size of chunks is for."""
+    monkeypatch.setattr(sampling, "_NUM_PROGRAMS", 3)
+    assert sampling.num_rows_of_variants(5, 40) == [1, 3]
+    assert sampling.num_rows_of_variants(2, 40) == [1]
+    sampler = gpu_sampler(40, max_num_rows=5)
+    sampler.warm_up()
+    requests = [new_request(0, temperature=0.0), new_request(1, seed=3, temperature=1.0)]
+    logits = torch.randn(2, 40)
+    metadata = metadata_of(requests, 40)
+    want = Sampler(chooser=TorchChooser()).forward(logits.clone(), metadata)
+    found = sampler.forward(logits.to(DEVICE), metadata).to_host()
+    assert found.token_ids.tolist() == want.token_ids.tolist()
