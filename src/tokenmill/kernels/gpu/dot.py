@@ -7,7 +7,7 @@ import os
 import triton
 import triton.language as tl
 
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def dot(
     The matrix unit adds float8 products with few bits; after MOST_IMPRECISE of them its sum is
     added to the total.
     """
-    if _INTERPRETED:
+    if IS_INTERPRETED:
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
         result = tl.dot(a, b, total, input_precision="ieee", max_num_imprecise_acc=MOST_IMPRECISE)

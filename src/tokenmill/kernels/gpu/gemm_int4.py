@@ -1,0 +1,331 @@
+"""Products of bfloat16 rows and four-bit weights (`int4.py`): x [M, K] @ weight [N, K].T + bias.
+
+Weights become bfloat16 in registers, on their way to the matrix unit, whose first operand they are:
+so a quarter of the bytes of 16-bit weights is read, and no weight is written. Sums are float32, in
+one order for any number of rows (`gemm_config.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenmill.kernels.gpu.dot import IS_INTERPRETED, dot
+from tokenmill.kernels.gpu.gemm_config import SplitWorkspace, choose_segments, segment_depth
+from tokenmill.kernels.gpu.gemm_tiles import leave_segment, sum_segments, tile_of_program
+from tokenmill.kernels.gpu.int4 import DEPTH_MULTIPLE, PackedInt4, half_unit
+from tokenmill.kernels.gpu.launch import CompileCase, cdiv, define_op
+
+_STEP = tl.constexpr(DEPTH_MULTIPLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Tile:
+    """The part of a product that one program computes; it steps by 128 along K."""
+
+    block_m: int
+    """Rows of x."""
+    block_n: int
+    """Rows of the weight, a multiple of 64."""
+    num_warps: int
+    num_stages: int
+    segments_in_grid: bool
+    group_m: int = 8
+
+
+INT4_TILES: tuple[tuple[int, Int4Tile], ...] = (
+    (16, Int4Tile(16, 64, 4, 6, segments_in_grid=True)),
+    (32, Int4Tile(32, 64, 4, 5, segments_in_grid=True)),
+    (64, Int4Tile(64, 128, 8, 4, segments_in_grid=True)),
+    (128, Int4Tile(128, 128, 8, 3, segments_in_grid=True)),
+)
+INT4_LARGE = Int4Tile(128, 128, 8, 3, segments_in_grid=False)
+"""(most rows, tile), and for more rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Plan:
+    """What a kernel is compiled for."""
+
+    block_m: int
+    block_n: int
+    group_m: int
+    group_size: int
+    half: int
+    num_segments: int
+    segments_in_grid: bool
+    is_even: bool
+    """K is a multiple of 128."""
+
+
+def matmul_int4(
+    x: torch.Tensor,
+    weight: PackedInt4,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    workspace: SplitWorkspace,
+    *,
+    tile: Int4Tile | None = None,
+    num_segments: int | None = None,
+) -> None:
+    """Put x @ weight.T + bias into out [M, N].
+
+    x is bfloat16 [M, K]; bias [N] and out are bfloat16, float16 or float32. Rows of x and out may
+    lie apart. A row of out has the same bits whatever M is.
+    """
+    (num_rows, depth), num_columns = x.shape, weight.out_features
+    assert x.dtype == torch.bfloat16
+    assert depth == weight.in_features
+    assert x.stride(1) == 1
+    assert out.shape == (num_rows, num_columns)
+    assert out.stride(1) == 1
+    assert bias is None or bias.shape == (num_columns,)
+    if num_rows == 0 or num_columns == 0:
+        return
+    tile = tile or choose_int4_tile(num_rows)
+    per_segment = segment_depth(depth, num_segments or choose_segments(num_columns, depth))
+    num_segments = cdiv(depth, per_segment)
+    plan = _plan(tile, weight.group_size, num_segments, is_even=depth % DEPTH_MULTIPLE == 0)
+    num_tiles = cdiv(num_rows, tile.block_m) * cdiv(num_columns, tile.block_n)
+    if plan.segments_in_grid:
+        assert workspace.holds(num_tiles, num_segments, tile.block_m * tile.block_n)
+    _matmul_int4_kernel[(num_tiles * (num_segments if plan.segments_in_grid else 1),)](
+        x,
+        weight.codes,
+        weight.scales,
+        bias,
+        out,
+        workspace.partial,
+        workspace.arrivals,
+        num_rows,
+        num_columns,
+        depth,
+        weight.codes.shape[1],
+        per_segment,
+        x.stride(0),
+        out.stride(0),
+        P=plan,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def matmul_int4_reference(
+    x: torch.Tensor, weight: PackedInt4, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """What `matmul_int4` approximates, in float64."""
+    ids = torch.arange(weight.out_features, device=x.device)
+    product = x.double() @ weight.unpack_rows(ids).double().t()
+    out.copy_(product if bias is None else product + bias.double())
+
+
+def choose_int4_tile(num_rows: int) -> Int4Tile:
+    """The tile for this many rows."""
+    return next((tile for most_rows, tile in INT4_TILES if num_rows <= most_rows), INT4_LARGE)
+
+
+def _plan(tile: Int4Tile, group_size: int, num_segments: int, *, is_even: bool) -> Int4Plan:
+    return Int4Plan(
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        group_m=tile.group_m,
+        group_size=group_size,
+        half=half_unit(group_size),
+        num_segments=num_segments,
+        segments_in_grid=tile.segments_in_grid and num_segments > 1,
+        is_even=is_even,
+    )
+
+
+@triton.jit
+def _dequantize(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """Turn codes, uint8 [N, K] of one group a row, and scales, int32 [N], into bfloat16.
+
+    128 + code is the bfloat16 with the code in its lowest bits: no conversion of integers.
+    """
+    scale = (scales & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)[:, None]
+    minimum = (scales >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)[:, None]
+    if IS_INTERPRETED:  # it has no arithmetic of bfloat16
+        value = codes.to(tl.float32) * scale.to(tl.float32) + minimum.to(tl.float32)
+        result = value.to(tl.bfloat16)
+    else:
+        value = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
+        shape: tl.constexpr = codes.shape
+        result = tl.fma(value, tl.broadcast_to(scale, shape), tl.broadcast_to(minimum, shape))
+    return result
+
+
+@triton.jit
+def _load_x(x_rows: tl.tensor, k: tl.tensor, depth: tl.tensor, P: tl.constexpr) -> tl.tensor:
+    """Columns [k, k + P.half) of a tile's rows."""
+    columns = k + tl.arange(0, P.half)[None, :]
+    if P.is_even:
+        values = tl.load(x_rows + columns)
+    else:
+        values = tl.load(x_rows + columns, mask=columns < depth, other=0.0)
+    return values
+
+
+@triton.jit
+def _segment_sum(
+    operands: tl.tuple, begin: tl.tensor, end: tl.tensor, P: tl.constexpr
+) -> tl.tensor:
+    """The tile's sum over [begin, end) of K, [block_n, block_m]."""
+    x_rows, code_rows, scale_columns, num_columns, depth = operands
+    M: tl.constexpr = P.block_m
+    N: tl.constexpr = P.block_n
+    HALF: tl.constexpr = P.half
+    UNITS: tl.constexpr = _STEP // (2 * HALF)
+    GROUPS: tl.constexpr = _STEP // P.group_size
+    total = tl.zeros((N, M), tl.float32)
+    # Counted in steps, so that the compiler sees how far all addresses are aligned.
+    for step in range(begin // _STEP, tl.cdiv(end, _STEP)):
+        for unit in tl.static_range(UNITS):
+            byte = step * (_STEP // 2) + unit * HALF
+            codes = tl.load(code_rows + byte + tl.arange(0, HALF)[None, :])
+            # Where a group is as long as the unit, both halves have one scale.
+            group = step * GROUPS + (unit * 2 * HALF) // P.group_size
+            low_scales = tl.load(scale_columns + group * num_columns)
+            high_scales = low_scales
+            if P.group_size == HALF:
+                high_scales = tl.load(scale_columns + (group + 1) * num_columns)
+            first = step * _STEP + unit * 2 * HALF
+            low = _dequantize(codes & 15, low_scales)
+            total = dot(low, tl.trans(_load_x(x_rows, first, depth, P)), total)
+            high = _dequantize(codes >> 4, high_scales)
+            total = dot(high, tl.trans(_load_x(x_rows, first + HALF, depth, P)), total)
+    return total
+
+
+@triton.jit
+def _store_tile(total: tl.tensor, bias: tl.tensor, out: tl.tensor, target: tl.tuple) -> None:
+    rows, columns, num_rows, num_columns, out_stride = target
+    result = tl.trans(total)
+    is_column = columns < num_columns
+    if bias is not None:
+        result += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    inside = (rows < num_rows)[:, None] & is_column[None, :]
+    offsets = rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _matmul_int4_kernel(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    arrivals: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    depth: tl.tensor,
+    codes_stride: tl.tensor,
+    segment_depth: tl.tensor,
+    x_stride: tl.tensor,
+    out_stride: tl.tensor,
+    P: tl.constexpr,
+) -> None:
+    M: tl.constexpr = P.block_m
+    N: tl.constexpr = P.block_n
+    NUM_SEGMENTS: tl.constexpr = P.num_segments
+    program = tl.program_id(0)
+    tile = program // NUM_SEGMENTS if P.segments_in_grid else program
+    tile_m, tile_n = tile_of_program(tile, num_rows, num_columns, M, N, P.group_m)
+    rows = tile_m * M + tl.arange(0, M)
+    columns = tile_n * N + tl.arange(0, N)
+    # A tile that reaches over the edge reads rows that exist, and stores nothing of them.
+    row_index = tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None]
+    column_index = tl.minimum(columns, num_columns - 1)
+    operands = (
+        x + row_index * x_stride,
+        codes + column_index.to(tl.int64)[:, None] * codes_stride,
+        scales + column_index,
+        num_columns,
+        depth,
+    )
+    target = (rows, columns, num_rows, num_columns, out_stride)
+    if P.segments_in_grid:
+        segment = program % NUM_SEGMENTS
+        begin = segment * segment_depth
+        total = _segment_sum(operands, begin, tl.minimum(begin + segment_depth, depth), P)
+        if leave_segment(total, partial, arrivals, tile, segment, NUM_SEGMENTS):
+            merged = sum_segments(partial, arrivals, tile, NUM_SEGMENTS, N, M)
+            _store_tile(merged, bias, out, target)
+    elif NUM_SEGMENTS == 1:
+        total = _segment_sum(operands, 0, depth, P)
+        _store_tile(total, bias, out, target)
+    else:
+        total = tl.zeros((N, M), tl.float32)
+        for begin in range(0, depth, segment_depth):
+            total += _segment_sum(operands, begin, tl.minimum(begin + segment_depth, depth), P)
+        _store_tile(total, bias, out, target)
+
+
+def _matmul_int4_op(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    arrivals: torch.Tensor,
+    group_size: int,
+) -> None:
+    weight = PackedInt4(codes, scales, group_size, x.shape[1])
+    matmul_int4(x, weight, bias, out, SplitWorkspace(partial, arrivals))
+
+
+def _matmul_int4_reference_op(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    arrivals: torch.Tensor,
+    group_size: int,
+) -> None:
+    matmul_int4_reference(x, PackedInt4(codes, scales, group_size, x.shape[1]), bias, out)
+
+
+define_op(
+    "matmul_int4(Tensor x, Tensor codes, Tensor scales, Tensor? bias, Tensor(a!) out,"
+    " Tensor(b!) partial, Tensor(c!) arrivals, int group_size) -> ()",
+    cuda=_matmul_int4_op,
+    cpu=_matmul_int4_reference_op,
+)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Every tile, for a narrow weight in four segments and a wide one in one."""
+    tiles = [*(tile for _, tile in INT4_TILES), INT4_LARGE]
+    cases = [(tile, segments, 128) for tile in tiles for segments in (1, 4)]
+    cases += [(INT4_TILES[0][1], 4, 32), (INT4_TILES[0][1], 4, 64), (INT4_LARGE, 1, 32)]
+    return [_compile_case(*case) for case in cases]
+
+
+def _compile_case(tile: Int4Tile, num_segments: int, group_size: int) -> CompileCase:
+    sizes = ("num_columns", "depth", "codes_stride", "segment_depth", "x_stride", "out_stride")
+    return CompileCase(
+        f"matmul_int4 {tile.block_m}x{tile.block_n} groups of {group_size}, {num_segments} segments"
+        f"{'' if tile.segments_in_grid else ' in registers'}",
+        _matmul_int4_kernel,
+        {
+            "x": "*bf16",
+            "codes": "*u8",
+            "scales": "*i32",
+            "out": "*bf16",
+            "partial": "*fp32",
+            "arrivals": "*i32",
+            "num_rows": "i32",
+            **dict.fromkeys(sizes, "i32:16"),
+        },
+        {"bias": None, "P": _plan(tile, group_size, num_segments, is_even=True)},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
