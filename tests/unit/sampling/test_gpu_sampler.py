@@ -17,8 +17,6 @@ from tokenmill.sampling.grammar_mask import GrammarMask
 from tokenmill.sampling.sampler import Sampler, SamplerOutput
 from tokenmill.worker.inputs.staging import Results, Staging
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
-
 IS_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 if IS_INTERPRETED:
