@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,3 +180,21 @@ def test_warming_up_leaves_nothing_behind(monkeypatch):
     want = Sampler(chooser=TorchChooser()).forward(logits.clone(), metadata)
     found = sampler.forward(logits.to(DEVICE), metadata).to_host()
     assert found.token_ids.tolist() == want.token_ids.tolist()
+
+
+def test_nothing_is_compiled_behind_the_warm_up():
+    """A variant that is compiled while requests are served stops them for a second."""
+    done = subprocess.run(
+        [sys.executable, "-m", "helpers.sampling_launches"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
+    assert done.returncode == 0, done.stderr
+    warm, *steps = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(steps) == 21
+    assert len(warm) == 7, sorted(warm)
+    for step in steps:
+        assert step == warm
