@@ -9,6 +9,9 @@ from pathlib import Path
 import msgspec
 
 from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.serve_args import ServeArgs
+from tokenmill.engine.serve_options import ServeOptions
+from tokenmill.entrypoints.bench.load_options import LoadOptions
 from tokenmill.entrypoints.bench.options import (
     KernelOptions,
     LatencyOptions,
@@ -43,7 +46,19 @@ Fields of `SamplingParams(...)`, and flags of `tokenmill generate` and `tokenmil
 BENCH_HEAD = """
 ## Benchmarks
 
-Flags of `tokenmill bench`, beside those of the engine. `--json` prints one object; with `latency` and `throughput`, `--profile` shows the stages of a step.
+Flags of `tokenmill bench`, beside those of the engine (`serve` has none of these: it measures a server). `--json` prints one object; with `latency` and `throughput`, `--profile` shows the stages of a step.
+"""
+
+SERVE_HEAD = """
+## Server
+
+Flags of `tokenmill serve`, besides the engine's. Each may come from the environment (`TOKENMILL_SERVE_PORT` for `--port`) or from a file (`--config`) as well; see [serving](serving.md).
+
+"""
+
+RECOVERY_HEAD = """
+### Queue and recovery
+
 """
 
 ENVIRONMENT_HEAD = """
@@ -68,12 +83,11 @@ def benchmarks() -> str:
         "throughput": ThroughputOptions,
         "kernels": KernelOptions,
         "startup": StartupOptions,
+        "serve": LoadOptions,
     }
     return BENCH_HEAD + "".join(
         f"\n`tokenmill bench {name}`\n\n"
-        + table(
-            field_docs(owner), {each.name: each.default for each in dataclasses.fields(owner)}, ()
-        )
+        + table(field_docs(owner), dataclasses.asdict(owner()), ())
         for name, owner in commands.items()
     )
 
@@ -101,6 +115,10 @@ def render() -> str:
         + SAMPLING_HEAD.format(not_in_a_chat=", ".join(sorted(NOT_IN_A_CHAT)))
         + table(field_docs(SamplingParams), sampling, NOT_ON_THE_COMMAND_LINE)
         + benchmarks()
+        + SERVE_HEAD
+        + table(field_docs(ServeArgs), dataclasses.asdict(ServeArgs()), ())
+        + RECOVERY_HEAD
+        + table(field_docs(ServeOptions), dataclasses.asdict(ServeOptions()), ())
         + environment()
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from tokenmill.errors import ConfigError, did_you_mean
 
 VARIABLES = {
+    "OPENAI_API_KEY": "Key that `tokenmill bench serve` sends to a server.",
     "TOKENMILL_CACHE": "Directory of fetched models; an absolute path.",
     "TOKENMILL_ISA": "Instruction set of the kernels: amx, avx512, or reference for torch.",
     "TOKENMILL_LOG_LEVEL": "How much the command line logs: debug, info, warning or error.",
@@ -68,3 +69,8 @@ def notify_socket(environ: Mapping[str, str] = os.environ) -> str | None:
     """Where a service manager wants to be told of changes; None if there is none."""
     path = environ.get("NOTIFY_SOCKET", "")
     return path if path.startswith(("/", "@")) else None
+
+
+def openai_api_key(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The key for somebody else's server; None if there is none."""
+    return environ.get("OPENAI_API_KEY") or None

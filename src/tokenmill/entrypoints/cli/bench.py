@@ -61,6 +61,11 @@ app = App(
     help="Measure this machine: figures beside their limits.",
     help_epilogue=NOTES.replace("\n", " ").strip(),
 )
+app.command(
+    "tokenmill.entrypoints.cli.bench_serve:app",
+    name="serve",
+    help="Send requests to a server at a rate or in a crowd: latencies, throughput, goodput.",
+)
 
 
 @app.command(usage="Usage: tokenmill bench latency [OPTIONS]")

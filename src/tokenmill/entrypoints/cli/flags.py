@@ -78,7 +78,12 @@ def sampling_flags(name: str, without: Collection[str]) -> type:
 
 def option_flags(owner: type) -> type:
     """A dataclass of all fields of the dataclass `owner`, as flags."""
-    defaults = {each.name: each.default for each in dataclasses.fields(owner)}
+    defaults = {
+        each.name: each.default
+        if each.default_factory is dataclasses.MISSING
+        else each.default_factory()
+        for each in dataclasses.fields(owner)
+    }
     return _flag_class(f"{owner.__name__}Flags", owner, defaults)
 
 
