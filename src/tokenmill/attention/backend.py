@@ -120,6 +120,11 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether a CUDA graph of its layers serves other steps than the one captured."""
+        ...
+
     def unsupported_reasons(self, spec: AttentionSpec) -> list[str]:
         """Why this backend cannot serve `spec` on this machine; empty if it can."""
         ...

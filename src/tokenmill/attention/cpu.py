@@ -42,10 +42,13 @@ class CpuBackend:
     """Our own kernels."""
 
     name = "cpu"
+    supports_graphs = False
 
     def unsupported_reasons(self, spec: AttentionSpec) -> list[str]:
         if spec.device != "cpu":
             return [f"runs on a CPU, not on {spec.device}"]
+        if spec.has_sinks:
+            return ["it has no attention sinks"]
         if spec.dtype != _DTYPE:
             return [f"dtype {spec.dtype} is served by the reference, {_DTYPE} here"]
         return unsupported_reasons(

@@ -38,6 +38,7 @@ from tokenmill.attention.backend import (
     CommonAttentionMetadata,
     Rotation,
 )
+from tokenmill.attention.reasons import dtype_reasons, shape_reasons
 from tokenmill.kernels.rotary import apply_rotary
 
 PARTITION = 256
@@ -114,18 +115,16 @@ class ReferenceBackend:
     """The plain path that every faster backend is compared with."""
 
     name = "reference"
+    supports_graphs = False
 
     def unsupported_reasons(self, spec: AttentionSpec) -> list[str]:
-        reasons = []
-        if spec.dtype not in _DTYPES:
-            reasons.append(f"dtype {spec.dtype!r} is not one of {', '.join(_DTYPES)}")
-        if spec.kv_dtype not in (None, spec.dtype):
-            reasons.append(f"KV dtype {spec.kv_dtype} is not dtype {spec.dtype}")
+        reasons = [*dtype_reasons(spec, _DTYPES), *shape_reasons(spec)]
+        if spec.device != "cpu":
+            reasons.append(f"runs on a CPU, where it cuts steps into pieces, not on {spec.device}")
+        if spec.has_sinks:
+            reasons.append("it has no attention sinks")
         if PARTITION % spec.block_size:
             reasons.append(f"block_size {spec.block_size} does not divide {PARTITION}")
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        if heads % kv_heads:
-            reasons.append(f"{heads} heads cannot be shared among {kv_heads} KV heads")
         return reasons
 
     def get_kv_cache_shape(

@@ -26,12 +26,38 @@ def _triton() -> AttentionBackend:
     return TritonBackend()
 
 
+def _flash_attn() -> AttentionBackend:
+    from tokenmill.attention.flash import FlashBackend
+
+    return FlashBackend()
+
+
+def _flashinfer() -> AttentionBackend:
+    from tokenmill.attention.flashinfer import FlashInferBackend
+
+    return FlashInferBackend()
+
+
+def _sdpa() -> AttentionBackend:
+    from tokenmill.attention.sdpa import SdpaBackend
+
+    return SdpaBackend()
+
+
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
-    "triton": _triton,
     "cpu": _cpu,
+    "triton": _triton,
+    "flash_attn": _flash_attn,
+    "flashinfer": _flashinfer,
+    "sdpa": _sdpa,
     "reference": _reference,
 }
-"""The best first: `auto` takes the first that supports the model and the machine."""
+
+ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("cpu", "reference"),
+    "cuda": ("triton", "flash_attn", "flashinfer", "sdpa", "reference"),
+}
+"""By device, the best first: `auto` takes the first that supports the model and the machine."""
 
 
 def select_backend(name: str, spec: AttentionSpec) -> tuple[AttentionBackend, tuple[str, ...]]:
@@ -46,7 +72,7 @@ def select_backend(name: str, spec: AttentionSpec) -> tuple[AttentionBackend, tu
             f" Known: {', '.join(known)}."
         )
     reasons: list[str] = []
-    for candidate in BACKENDS if name == "auto" else [name]:
+    for candidate in ORDER[spec.device] if name == "auto" else [name]:
         backend = BACKENDS[candidate]()
         refusals = backend.unsupported_reasons(spec)
         if not refusals:

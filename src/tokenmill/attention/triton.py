@@ -1,13 +1,9 @@
-"""Attention by the Triton kernels: an NVIDIA GPU, any shape of batch, steps that can be captured.
-
-Requests of few tokens have their keys split among programs by a plan that is made on the device,
-once a step for all layers that share metadata.
-"""
+"""Attention by our Triton kernels: NVIDIA GPUs from Ampere on, exact where that is asked for."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,37 +14,44 @@ from tokenmill.attention.backend import (
     CommonAttentionMetadata,
     Rotation,
 )
+from tokenmill.attention.cuda import (
+    FLOAT8,
+    device_of,
+    device_reasons,
+    kv_cache_shape,
+    write_step,
+)
+from tokenmill.attention.reasons import dtype_reasons, shape_reasons
 
-_DTYPES = ("bfloat16", "float16", "float32")
-_MAX_HEAD_SIZE = 256
+if TYPE_CHECKING:
+    from tokenmill.kernels.gpu.attention_config import AttentionConfig
+
+DTYPES = ("bfloat16", "float16", "float32")
+MAX_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TritonMetadata:
-    """The step's batch, and the plan in the workspace."""
+    """One step, planned, and where its partial results go."""
 
     common: CommonAttentionMetadata
     workspace: torch.Tensor
+    config: AttentionConfig
 
 
 class TritonBackend:
-    """Our own kernels for a GPU."""
+    """Our own kernels."""
 
     name = "triton"
+    supports_graphs = True
 
     def unsupported_reasons(self, spec: AttentionSpec) -> list[str]:
-        reasons = []
-        if spec.device != "cuda":
-            reasons.append(f"runs on an NVIDIA GPU, not on {spec.device}")
-        if importlib.util.find_spec("triton") is None:
-            reasons.append("triton is not installed")
-        if spec.dtype not in _DTYPES:
-            reasons.append(f"dtype {spec.dtype} is none of {', '.join(_DTYPES)}")
-        if spec.head_size > _MAX_HEAD_SIZE:
-            reasons.append(f"head size {spec.head_size} is above {_MAX_HEAD_SIZE}")
-        if spec.num_heads % spec.num_kv_heads:
-            reasons.append(f"{spec.num_heads} heads are no multiple of {spec.num_kv_heads}")
-        return reasons
+        lowest = (8, 9) if spec.kv_dtype == FLOAT8 else (8, 0)
+        return [
+            *device_reasons(spec, lowest),
+            *dtype_reasons(spec, DTYPES, (FLOAT8,)),
+            *shape_reasons(spec, MAX_HEAD_SIZE),
+        ]
 
     def get_kv_cache_shape(
         self,
@@ -58,7 +61,7 @@ class TritonBackend:
         head_size: int,
         kv_dtype: str | None = None,
     ) -> tuple[int, ...]:
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
 
     def make_metadata_builder(
         self, spec: AttentionSpec, limits: CacheLimits
@@ -70,38 +73,58 @@ class TritonBackend:
 
 
 class TritonMetadataBuilder:
-    """Owns the workspace of the layers of one kind; the plan of a step is made in it."""
+    """Plans a step for all layers; the plan and the partial results have one workspace.
+
+    A step is planned before its layers run, recorded or not, and the next one after them, all in
+    the order of one stream.
+    """
 
     def __init__(self, spec: AttentionSpec, limits: CacheLimits) -> None:
+        from tokenmill.kernels.gpu.attention import workspace_size
+        from tokenmill.kernels.gpu.attention_config import choose_config
+
         self._spec = spec
-        self._limits = limits
-        self._workspace: torch.Tensor | None = None
+        group = spec.num_heads // spec.num_kv_heads
+        dtype = getattr(torch, spec.dtype)
+        self._config = choose_config(group, spec.head_size, dtype, exact=spec.exact)
+        size = workspace_size(
+            limits.max_num_seqs,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            limits.max_model_len,
+            partition=self._config.partition,
+        )
+        self._workspace = torch.empty(size, dtype=torch.float32, device=device_of(spec))
 
     def build(self, common: CommonAttentionMetadata) -> TritonMetadata:
-        return TritonMetadata(common, self._workspace_on(common.seq_lens.device))
+        from tokenmill.kernels.gpu.attention import plan_attention
 
-    def _workspace_on(self, device: torch.device) -> torch.Tensor:
-        """Allocated when the first step shows where; always the same."""
-        from tokenmill.kernels.gpu.attention import workspace_size
-
-        if self._workspace is None:
-            spec, limits = self._spec, self._limits
-            size = workspace_size(
-                limits.max_num_seqs,
-                spec.num_heads,
-                spec.num_kv_heads,
-                spec.head_size,
-                limits.max_model_len,
-            )
-            self._workspace = torch.empty(size, dtype=torch.float32, device=device)
-        return self._workspace
+        plan_attention(
+            common.query_start_loc,
+            common.seq_lens,
+            self._workspace,
+            num_heads=self._spec.num_heads,
+            num_kv_heads=self._spec.num_kv_heads,
+            head_size=self._spec.head_size,
+            config=self._config,
+            sliding_window=self._spec.sliding_window,
+        )
+        return TritonMetadata(common, self._workspace, self._config)
 
 
 class TritonImpl:
-    """One layer's attention."""
+    """One layer's attention.
+
+    Its owner sets what only weights say: the sinks, [num_heads], and the scales of a float8 cache
+    (true value / cache value).
+    """
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
+        self.sinks: torch.Tensor | None = None
+        self.k_scale = 1.0
+        self.v_scale = 1.0
 
     def forward(
         self,
@@ -113,20 +136,14 @@ class TritonImpl:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         from tokenmill.kernels.gpu.attention import paged_attention
-        from tokenmill.kernels.gpu.rope_kv import rotate_and_write_kv, write_kv
 
         assert isinstance(metadata, TritonMetadata)
-        common, spec = metadata.common, self._spec
-        out = query.new_empty(query.shape)
-        if rotation is None:
-            write_kv(key, value, kv_cache, common.slot_mapping)
-        else:
-            rotated = query.new_empty(query.shape)
-            rotate_and_write_kv(
-                query, key, value, rotation.positions, rotation.cos, rotation.sin,
-                kv_cache, common.slot_mapping, rotated,
-            )  # fmt: skip
-            query = rotated
+        assert self._spec.has_sinks == (self.sinks is not None)
+        common = metadata.common
+        scales = (self.k_scale, self.v_scale)
+        slots = common.slot_mapping
+        query = write_step(query, key, value, rotation, kv_cache, slots, *scales)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         paged_attention(
             query,
             kv_cache,
@@ -137,10 +154,14 @@ class TritonImpl:
             workspace=metadata.workspace,
             max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
-            scale=spec.scale,
-            sliding_window=spec.sliding_window,
-            logits_soft_cap=spec.logits_soft_cap,
+            scale=self._spec.scale,
+            sliding_window=self._spec.sliding_window,
+            logits_soft_cap=self._spec.logits_soft_cap,
+            sinks=self.sinks,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
             causal=common.causal,
-            exact=spec.exact,
+            config=metadata.config,
+            planned=True,
         )
         return out
