@@ -47,7 +47,7 @@ def test_streams_bring_what_each_prompt_brings_alone():
             assert llm.is_ready
             assert llm.is_healthy
             await until_idle(llm)
-            assert (await llm.stats()).num_blocks == NUM_BLOCKS - 1
+            assert (await llm.stats()).num_blocks == NUM_BLOCKS
             streams = [collect(llm, prompt_of(i), params(5 + i)) for i in range(20)]
             for i, got in enumerate(await asyncio.gather(*streams)):
                 assert got.token_ids == expected_ids(prompt_of(i), 5 + i)
@@ -214,6 +214,21 @@ def test_abort_by_id_ends_every_request_of_that_name_with_its_last_output():
                 assert got.error == "The request was aborted."
                 assert got.token_ids == expected_ids(prompt_of(i), len(got.token_ids))
             assert kept.finish_reason == "length"
+            await until_idle(llm)
+
+    asyncio.run(main())
+
+
+def test_a_long_prompt_is_aborted_while_it_is_tokenized():
+    async def main():
+        async with serving() as llm:
+            text = "The quick brown fox. " * 1000
+            truncated = params(400, truncate_prompt_tokens=50)
+            task = asyncio.create_task(collect(llm, text, truncated, request_id="long"))
+            await asyncio.sleep(0)
+            await llm.abort("long")
+            got = await task
+            assert (got.finish_reason, got.token_ids) == ("abort", [])
             await until_idle(llm)
 
     asyncio.run(main())

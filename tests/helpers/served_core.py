@@ -6,8 +6,10 @@ ids in `Fault` make a step fail that computes a request with such an id.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -140,6 +142,21 @@ def starts_once(args: EngineArgs, config: EngineConfig, on_progress: Progress) -
         os.kill(os.getpid(), signal.SIGKILL)
     with open(marker, "w"):
         return fake_core(args, config, on_progress)
+
+
+def talkative(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
+    """A core that logs while it is built, also from another thread."""
+    logger = logging.getLogger("tokenmill.test")
+    logger.warning("built with %d%% care", 100)
+    logger.debug("not worth telling")
+    try:
+        _ = 1 / 0
+    except ZeroDivisionError:
+        logger.exception("something failed")
+    thread = threading.Thread(target=logger.info, args=("from a thread",))
+    thread.start()
+    thread.join()
+    return fake_core(args, config, on_progress)
 
 
 def bad_config(*args: Any) -> EngineCore:

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenmill.engine import build
@@ -42,8 +43,17 @@ _LONG_TEXT = 4096
 _LONG_PROMPT = 16_384
 """Ids from which on a prompt is checked in another thread."""
 _NUM_TOKENIZING_THREADS = 2
+_ABORTED = "The request was aborted."
 _POOLS_IN_QUEUE = 8
 """The prompts of all requests may have so many times the tokens that the KV cache holds."""
+
+
+@dataclass(eq=False, slots=True)
+class _Arrival:
+    """A request whose prompt is being processed."""
+
+    request_id: str
+    is_aborted: bool = False
 
 
 class AsyncLLM:
@@ -78,6 +88,7 @@ class AsyncLLM:
             or _POOLS_IN_QUEUE * self.config.cache.num_blocks * self.config.cache.block_size,
         )
         self._keys = itertools.count()
+        self._arriving: set[_Arrival] = set()
         self._tokenizing = ThreadPoolExecutor(
             _NUM_TOKENIZING_THREADS, thread_name_prefix="tokenmill-tokenizer"
         )
@@ -155,8 +166,15 @@ class AsyncLLM:
         """
         expires = None if deadline is None else asyncio.get_running_loop().time() + deadline
         params = _with_output_kind(params, stream=stream, delta=delta)
-        source = await self._admit(_with_salt(prompt, cache_salt), params, priority)
+        arrival = _Arrival(request_id)
+        self._arriving.add(arrival)
+        try:
+            source = await self._admit(_with_salt(prompt, cache_salt), params, priority)
+        finally:
+            self._arriving.discard(arrival)
         request = self._requests.add(source, request_id, expires=expires)
+        if arrival.is_aborted:
+            self._requests.abort(request, _ABORTED)
         try:
             while True:
                 output = await request.stream.get()
@@ -168,8 +186,10 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End all requests with this id: their streams end with `finish_reason` `abort`."""
+        for arrival in self._arriving:
+            arrival.is_aborted |= arrival.request_id == request_id
         for request in self._requests.with_id(request_id):
-            self._requests.abort(request, "The request was aborted.")
+            self._requests.abort(request, _ABORTED)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; a long one is tokenized in another thread.
