@@ -18,7 +18,7 @@ READY = re.compile(r"is ready after .*?\n.*address +(\S+)", re.DOTALL)
 class ServeProcess:
     """Runs until the end of the `with` block, where it is killed if it has not ended before."""
 
-    def __init__(self, *arguments, model=None, **environment):
+    def __init__(self, *arguments, model=None, max_num_seqs=16, num_kv_blocks=64, **environment):
         command = [
             sys.executable,
             "-c",
@@ -30,9 +30,9 @@ class ServeProcess:
             "--dtype",
             "float32",
             "--num-kv-blocks",
-            "64",
+            str(num_kv_blocks),
             "--max-num-seqs",
-            "16",
+            str(max_num_seqs),
             "--num-threads",
             "1",
             *arguments,

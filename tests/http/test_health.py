@@ -147,3 +147,15 @@ def test_b019_b097_impossible_ids(server):
     both = server.post("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": ""}]})
     assert (both.status, both.error["param"]) == (400, "prompt")
     assert server.post("/detokenize", {"tokens": []}).json == {"prompt": ""}
+
+
+def test_a_prefix_that_a_proxy_strips():
+    with LiveServer(root_path="/llm", api_key=["k"]) as server:
+        assert server.get("/health").status == 200
+        assert server.get("/v1/models").status == 200
+        assert server.complete().status == 200
+        assert server.get("/openapi.json").status == 200
+        server.headers = {}
+        assert server.get("/health").status == 200
+        assert server.get("/v1/models").status == 401
+        assert server.get("/llm/health").status == 401

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -198,6 +199,25 @@ def test_the_banner_tells_memory_capacity_and_address():
         assert part in text
 
 
+def test_the_files_for_services_use_flags_that_exist(environ):
+    deploy = Path(__file__).parents[2] / "deploy"
+    _, sources = settings("--config", str(deploy / "serve.yaml"))
+    given = [name for name, source in sources.items() if source.endswith("serve.yaml")]
+    assert {"model", "port", "log_format"} <= set(given)
+    unit = (deploy / "tokenmill.service").read_text()
+    (command,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    flags = [word for word in command.split() if word.startswith("--")]
+    container = (deploy / "Containerfile").read_text()
+    flags += [
+        "--" + part.split("=")[0].split(" ")[0].lower().replace("_", "-")
+        for part in container.split("TOKENMILL_SERVE_")[1:]
+    ]
+    known = run_cli("serve", "--help").stdout
+    assert len(flags) >= 4
+    for flag in flags:
+        assert f"{flag} " in known
+
+
 def test_json_logs_are_one_object_a_line():
     record = logging.LogRecord("tokenmill.x", logging.INFO, "f", 1, "a\nb %d", (5,), None)
     record.fields = {"status": 200}
@@ -212,6 +232,15 @@ def test_json_logs_are_one_object_a_line():
     except ValueError:
         record.exc_info = sys.exc_info()
     assert "ValueError: x" in json.loads(JsonFormatter().format(record))["traceback"]
+
+
+def test_the_http_process_needs_no_torch():
+    code = (
+        "import sys, tokenmill.entrypoints.http.server, tokenmill.engine.async_llm;"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_b122_help_and_settings_load_no_torch_and_no_server():
