@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +110,31 @@ def test_a_killed_core_is_told_of():
             reset.result(timeout=0)
 
 
+@pytest.mark.parametrize("moment", ["before it listens", "when it is ready", "after its end"])
+def test_nobody_waits_for_the_core_when_sending(moment):
+    """A front end that did would stand still while its core starts, or for ever."""
+    args = serve_args()
+    checkpoint = build.open_model(args, lambda *_: None)
+    config = build.settle_config(args, checkpoint)
+    checkpoint.close()
+    made = ProcessClient(args, config, factory=f"{FACTORIES}:fake_core")
+    if moment != "before it listens":
+        made.wait_until_ready()
+    else:
+        os.kill(made.pid, signal.SIGSTOP)
+    if moment == "after its end":
+        os.kill(made.pid, signal.SIGKILL)
+        while made.is_alive:
+            time.sleep(0.01)
+        time.sleep(0.1)  # the socket has noticed as well
+    requests = [create_request(1000) for _ in range(200)]
+    sender = threading.Thread(target=made.add_requests, args=(requests,), daemon=True)
+    sender.start()
+    sender.join(timeout=5)
+    assert not sender.is_alive()
+    made.close()
+
+
 def test_the_end_of_standard_input_is_the_end_of_the_core():
     """Where the kernel does not kill it when its front end dies."""
     with client() as (_, made):
@@ -118,10 +144,10 @@ def test_the_end_of_standard_input_is_the_end_of_the_core():
 
 
 def test_the_socket_lies_in_a_private_place_and_only_until_the_two_are_connected():
-    def directories():
+    def sockets():
         return set(Path(tempfile.gettempdir()).glob("tokenmill-*/core"))
 
-    before = directories()
+    before = sockets()
     args = serve_args()
     checkpoint = build.open_model(args, lambda *_: None)
     made = ProcessClient(
@@ -129,7 +155,10 @@ def test_the_socket_lies_in_a_private_place_and_only_until_the_two_are_connected
     )
     checkpoint.close()
     try:
-        (socket,) = directories() - before
+        end = time.monotonic() + 10
+        while not (new := sockets() - before):
+            assert time.monotonic() < end
+        (socket,) = new
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
         made.wait_until_ready()
         assert not socket.parent.exists()

@@ -28,6 +28,8 @@ from tokenmill.errors import EngineDeadError
 DEFAULT_FACTORY = "tokenmill.engine.build:build_core"
 _MAX_SOCKET_PATH = 100
 """Bytes that the system takes for the path of a socket, a few less."""
+_CONNECT_INTERVAL_MS = 10
+"""Between two attempts to reach a core that is being started."""
 _WAIT_MS = 500
 """How long to wait for a message before looking whether the core still lives."""
 
@@ -53,8 +55,11 @@ class ProcessClient:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _CONNECT_INTERVAL_MS)
         address = f"ipc://{self._directory}/core"
-        self._socket.bind(address)
+        # We connect and the core binds: the side that connects keeps what it sends until the other
+        # is there, and is not held up when the other has gone.
+        self._socket.connect(address)
         self._process = _spawn(address, self.page.fd)
         self._resets: deque[Future[bool]] = deque()
         self._closed = False
@@ -74,14 +79,14 @@ class ProcessClient:
     # ---- messages ---------------------------------------------------------------------------
 
     def send(self, message: wire.ToCore) -> None:
-        """Send a message; never waits. Afterwards messages may be there that `fileno` says nothing
-        of, see `has_messages`.
+        """Send a message; never waits, whether or not anybody takes it. Afterwards there may be
+        messages that `fileno` says nothing of, see `has_messages`.
 
         Raises `InvalidRequestError` for text that cannot be sent, `EngineDeadError` after `close`.
         """
         if self._closed:
             raise EngineDeadError("The engine core has ended.")
-        self._socket.send(wire.encode(message))
+        self._socket.send(wire.encode(message), zmq.NOBLOCK)
 
     @property
     def has_messages(self) -> bool:

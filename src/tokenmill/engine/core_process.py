@@ -204,7 +204,7 @@ def serve(channel: Channel, page: StatusPage) -> int:
 
 
 def main(address: str, page_fd: int, parent_pid: int) -> None:
-    """Run the core of the front end that listens at `address`, until either ends."""
+    """Run the core of the front end that connects to `address`, until either ends."""
     # The front end decides when to end; a signal to the whole process group is meant for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -216,7 +216,7 @@ def main(address: str, page_fd: int, parent_pid: int) -> None:
     socket = context.socket(zmq.DEALER)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
-    socket.connect(address)
+    socket.bind(address)
     status = serve(Channel(socket), page)
     socket.close()
     context.term()
