@@ -2,18 +2,20 @@
 #
 #   PYTHON   interpreter for the virtual environment (3.11 or newer)
 #   VENV     where it goes
+#   PEERS    where other engines are, or go (benchmarks/peers/README.md); QUICK=1 runs small work
 #   TORCH    requirement that picks the torch build; installed first, so that nothing else
 #            brings in another one
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+PEERS ?= .peers
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test test-all lint bench docs clean
+.PHONY: run test test-all lint bench peers peers-setup docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/tokenmill chat "$(PROMPT)"
@@ -31,6 +33,12 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/offline.py
+
+peers-setup: $(VENV)/.installed
+	PYTHON=$(BIN)/python benchmarks/peers/setup.sh $(PEERS)
+
+peers: $(VENV)/.installed
+	$(BIN)/python benchmarks/peers/compare.py --peers $(PEERS) $(if $(QUICK),--quick)
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/generate.py
