@@ -19,7 +19,7 @@ class VocabEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.method = kernels.linear_method(vocab_size, hidden_size, dtype)
+        self.method = kernels.vocab_method(vocab_size, hidden_size, dtype)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield self.method.slot(f"{prefix}.weight", slice(0, self.vocab_size))

@@ -1,35 +1,66 @@
-"""Layers on an NVIDIA GPU: the Triton kernels of `kernels/gpu`, and cuBLAS's products.
+"""Layers on an NVIDIA GPU: the Triton kernels of `kernels/gpu`, and torch's products.
 
 Activations have the model's dtype, the residual stream is float32. Nothing here reads a device
 value on the host, so that a forward pass can be captured in a graph.
+
+    format    weights                             products
+    plain     as the activations                  matmul_exact, cuBLAS
+    fp8       float8, a scale a row               matmul_fp8, cuBLAS; activations in float8, too
+    int4      four bits, a scale a group          matmul_int4
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from tokenmill.kernels.gpu.activation import gated_activation
+from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.kernels.float8_rows import Float8Rows
+from tokenmill.kernels.gpu.activation import gated_activation, gated_activation_quantize
 from tokenmill.kernels.gpu.gemm_bf16 import matmul_exact
 from tokenmill.kernels.gpu.gemm_config import SplitWorkspace
-from tokenmill.kernels.gpu.norm import add_rms_norm
+from tokenmill.kernels.gpu.gemm_fp8 import (
+    dequantize_fp8,
+    matmul_fp8,
+    quantize_weight_fp8,
+    scaled_mm,
+)
+from tokenmill.kernels.gpu.gemm_int4 import matmul_int4
+from tokenmill.kernels.gpu.int4 import PackedInt4, int4_codes
+from tokenmill.kernels.gpu.norm import add_rms_norm, add_rms_norm_quantize
+from tokenmill.kernels.gpu.row_quantization import quantize_rows
 from tokenmill.kernels.linear import linear_float32
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+from tokenmill.quantization.dequantize import dequantize
+from tokenmill.quantization.four_bit import FOUR_BIT_FORMATS, GROUP_SIZE, four_bit_parts
+
+WeightFormat = Literal["plain", "fp8", "int4"]
 
 
 class GpuKernels:
     """The kernels of a layer on one device and one stream."""
 
-    def __init__(self, device: torch.device, *, exact: bool, most_own_rows: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        exact: bool,
+        weight_format: WeightFormat = "plain",
+        most_own_rows: int = 0,
+    ) -> None:
         """With `exact`, a row's result does not depend on how many rows there are.
 
-        Without it, products of at most `most_own_rows` rows run on our kernel nevertheless, larger
-        ones on cuBLAS, which chooses another order of summation for another number of rows.
+        Without it, products of at most `most_own_rows` rows run on our kernels nevertheless, larger
+        ones on torch's, which choose another order of summation for another number of rows. Another
+        `weight_format` than plain takes models in bfloat16; their vocabulary stays plain.
         """
         self.device = device
         self.exact = exact
+        self.weight_format = weight_format
         self.most_own_rows = most_own_rows
         self.workspace = SplitWorkspace.allocate(device)
 
@@ -39,7 +70,16 @@ class GpuKernels:
     def linear_method(
         self, out_features: int, in_features: int, dtype: torch.dtype
     ) -> LinearMethod:
-        return GpuLinearMethod(out_features, in_features, dtype, self)
+        if self.weight_format == "plain":
+            return GpuLinearMethod(out_features, in_features, dtype, self)
+        assert dtype == torch.bfloat16
+        method = Fp8LinearMethod if self.weight_format == "fp8" else Int4LinearMethod
+        return method(out_features, in_features, self)
+
+    def vocab_method(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype
+    ) -> GpuLinearMethod:
+        return GpuLinearMethod(vocab_size, hidden_size, dtype, self)
 
     def add_rms_norm(
         self,
@@ -49,16 +89,28 @@ class GpuKernels:
         eps: float,
         out: Activations,
     ) -> torch.Tensor:
-        assert isinstance(out, torch.Tensor)
-        starts_stream = residual is None
+        starts = residual is None
         if residual is None:
             residual = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        add_rms_norm(x, residual, weight, eps, out, starts_stream=starts_stream)
+        if isinstance(out, Float8Rows):
+            add_rms_norm_quantize(
+                x, residual, weight, eps, out.codes, out.scales, starts_stream=starts
+            )
+        else:
+            assert isinstance(out, torch.Tensor)
+            add_rms_norm(x, residual, weight, eps, out, starts_stream=starts)
         return residual
 
     def silu_and_mul(self, gate_up: torch.Tensor, out: Activations) -> None:
-        assert isinstance(out, torch.Tensor)
-        gated_activation(gate_up, "silu", out)
+        if isinstance(out, Float8Rows):
+            gated_activation_quantize(gate_up, "silu", out.codes, out.scales)
+        else:
+            assert isinstance(out, torch.Tensor)
+            gated_activation(gate_up, "silu", out)
+
+    def runs_own(self, num_rows: int) -> bool:
+        """Whether a product of so many rows runs on a kernel of ours where torch has one, too."""
+        return self.exact or num_rows <= self.most_own_rows
 
 
 class GpuLinearMethod(nn.Module):
@@ -83,7 +135,7 @@ class GpuLinearMethod(nn.Module):
         self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype
     ) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        if self._kernels.exact or len(x) <= self._kernels.most_own_rows:
+        if self._kernels.runs_own(len(x)):
             out = x.new_empty(len(x), len(self.weight), dtype=out_dtype)
             matmul_exact(x, self.weight, bias, out, self._kernels.workspace)
             return out
@@ -94,6 +146,99 @@ class GpuLinearMethod(nn.Module):
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids, self.weight)
+
+
+class Fp8LinearMethod(nn.Module):
+    """A matrix in float8 with a scale for each row, quantised while it is loaded."""
+
+    bias_dtype = torch.bfloat16
+
+    def __init__(self, out_features: int, in_features: int, kernels: GpuKernels) -> None:
+        super().__init__()
+        with kernels.device:
+            self.codes = empty_parameter(out_features, in_features, dtype=torch.float8_e4m3fn)
+            self.scale = empty_parameter(out_features, dtype=torch.float32)
+        self._kernels = kernels
+        # Shapes that torch's product takes.
+        self._fits_torch = out_features % 16 == 0 and in_features % 16 == 0
+
+    def slot(self, name: str, rows: slice) -> WeightSlot:
+        def load(raw: RawTensor) -> None:
+            weight = dequantize(raw, torch.bfloat16).to(self.codes.device)
+            codes, scale = quantize_weight_fp8(weight)
+            self.codes[rows].copy_(codes)
+            self.scale[rows].copy_(scale)
+
+        return WeightSlot(name, tuple(self.codes[rows].shape), load)
+
+    def empty_input(self, num_rows: int) -> Float8Rows:
+        return Float8Rows.empty(num_rows, self.codes.shape[1], self.codes.device)
+
+    def project(
+        self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            rows = self.empty_input(len(x))
+            quantize_rows(x, rows.codes, rows.scales)
+            x = rows
+        assert isinstance(x, Float8Rows)
+        if (
+            self._kernels.runs_own(len(x))
+            or not self._fits_torch
+            or bias is not None
+            or out_dtype != torch.bfloat16
+        ):
+            out = self._kernels.empty(len(x), len(self.codes), out_dtype)
+            matmul_fp8(
+                x.codes, x.scales, self.codes, self.scale, bias, out, self._kernels.workspace
+            )
+            return out
+        return scaled_mm(x.codes, x.scales, self.codes, self.scale)
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        # As bytes: torch does not index float8 everywhere.
+        codes = self.codes.view(torch.uint8)[ids].view(torch.float8_e4m3fn)
+        return dequantize_fp8(codes, self.scale[ids]).to(torch.bfloat16)
+
+
+class Int4LinearMethod(nn.Module):
+    """A matrix in four bits with a scale and a minimum for each 32 values of a row.
+
+    Codes of a checkpoint in such a format are kept; other weights are quantised while they are
+    loaded.
+    """
+
+    bias_dtype = torch.bfloat16
+
+    def __init__(self, out_features: int, in_features: int, kernels: GpuKernels) -> None:
+        super().__init__()
+        self.weight = PackedInt4.empty(out_features, in_features, GROUP_SIZE, kernels.device)
+        self._kernels = kernels
+
+    def slot(self, name: str, rows: slice) -> WeightSlot:
+        def load(raw: RawTensor) -> None:
+            if raw.format in FOUR_BIT_FORMATS:
+                parts = four_bit_parts(raw)
+            else:
+                weight = dequantize(raw, torch.bfloat16).to(self.weight.codes.device)
+                parts = int4_codes(weight, GROUP_SIZE)
+            self.weight.pack_rows(rows, *parts)
+
+        return WeightSlot(name, (rows.stop - rows.start, self.weight.in_features), load)
+
+    def empty_input(self, num_rows: int) -> torch.Tensor:
+        return self._kernels.empty(num_rows, self.weight.in_features, torch.bfloat16)
+
+    def project(
+        self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        out = self._kernels.empty(len(x), self.weight.out_features, out_dtype)
+        matmul_int4(x, self.weight, bias, out, self._kernels.workspace)
+        return out
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight.unpack_rows(ids)
 
 
 def _linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

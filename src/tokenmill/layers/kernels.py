@@ -29,6 +29,10 @@ class LayerKernels(Protocol):
         """A place for a weight matrix."""
         ...
 
+    def vocab_method(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> LinearMethod:
+        """A place for the rows of tokens, to look up or to compare with."""
+        ...
+
     def add_rms_norm(
         self,
         x: torch.Tensor,

@@ -6,10 +6,11 @@ from typing import Protocol
 
 import torch
 
+from tokenmill.kernels.float8_rows import Float8Rows
 from tokenmill.kernels.gemm import QuantizedRows
 from tokenmill.layers.weights import WeightSlot
 
-Activations = torch.Tensor | QuantizedRows
+Activations = torch.Tensor | QuantizedRows | Float8Rows
 """Rows that go into a product: plain [N, in_features], or quantised as the weights want them."""
 
 

@@ -9,6 +9,7 @@ import torch
 
 from tokenmill.checkpoint.checkpoint import RawTensor
 from tokenmill.kernels import arena, fused
+from tokenmill.kernels.float8_rows import Float8Rows
 from tokenmill.kernels.gemm import (
     BLOCK_TYPES,
     PackedBf16,
@@ -66,6 +67,7 @@ class PackedLinearMethod:
         for span in self._spans:
             part = out[:, span.rows]
             part_bias = None if bias is None else bias[span.rows]
+            assert not isinstance(x, Float8Rows)
             if isinstance(span.weight, PackedBlocks):
                 x = x if isinstance(x, QuantizedRows) else quantize_rows(x)
                 gemm_blocks(x, span.weight, part_bias, out=part)
@@ -103,6 +105,11 @@ class NativeKernels:
         assert dtype == torch.bfloat16
         return PackedLinearMethod(out_features, in_features)
 
+    def vocab_method(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype
+    ) -> PackedLinearMethod:
+        return self.linear_method(vocab_size, hidden_size, dtype)
+
     def add_rms_norm(
         self,
         x: torch.Tensor,
@@ -111,6 +118,7 @@ class NativeKernels:
         eps: float,
         out: Activations,
     ) -> torch.Tensor:
+        assert not isinstance(out, Float8Rows)
         starts_stream = residual is None
         if residual is None:
             residual = arena.empty(*x.shape, dtype=torch.float32)
@@ -118,6 +126,7 @@ class NativeKernels:
         return residual
 
     def silu_and_mul(self, gate_up: torch.Tensor, out: Activations) -> None:
+        assert not isinstance(out, Float8Rows)
         fused.gated_activation(gate_up, "silu", out)
 
 

@@ -54,6 +54,11 @@ class PlainKernels:
     ) -> PlainLinearMethod:
         return PlainLinearMethod(out_features, in_features, dtype)
 
+    def vocab_method(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype
+    ) -> PlainLinearMethod:
+        return self.linear_method(vocab_size, hidden_size, dtype)
+
     def add_rms_norm(
         self,
         x: torch.Tensor,

@@ -72,12 +72,12 @@ def rows_in_order(raw: RawTensor) -> torch.Tensor:
     return interleaved.transpose(1, 2).reshape(-1)
 
 
-def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+def block_half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
     """The float16 at byte `offset` of each block, as float32 [num_blocks, 1]."""
     return blocks[:, offset : offset + 2].view(torch.float16).float()
 
 
-def _codes(blocks: torch.Tensor, start: int) -> torch.Tensor:
+def block_codes(blocks: torch.Tensor, start: int) -> torch.Tensor:
     """Four-bit codes of a block of 32, from byte `start`: uint8 [num_blocks, 32].
 
     Low halves of the bytes are values 0..15, high halves 16..31. Whole blocks are split before the
@@ -95,40 +95,40 @@ def _fifth_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     """| d 2 | codes int8 32 |; value = code * d."""
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+    return blocks[:, 2:].view(torch.int8).float().mul_(block_half(blocks, 0))
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
     """| d 2 | codes 16 |; value = (code - 8) * d."""
-    return _codes(blocks, 2).float().sub_(8.0).mul_(_half(blocks, 0))
+    return block_codes(blocks, 2).float().sub_(8.0).mul_(block_half(blocks, 0))
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
     """| d 2 | m 2 | codes 16 |; value = code * d + m."""
-    return _codes(blocks, 4).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    return block_codes(blocks, 4).float().mul_(block_half(blocks, 0)).add_(block_half(blocks, 2))
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
     """| d 2 | fifth bits 4 | codes 16 |; value = (code - 16) * d."""
-    codes = _codes(blocks, 6) | _fifth_bits(blocks, 2)
-    return codes.float().sub_(16.0).mul_(_half(blocks, 0))
+    codes = block_codes(blocks, 6) | _fifth_bits(blocks, 2)
+    return codes.float().sub_(16.0).mul_(block_half(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
     """| d 2 | m 2 | fifth bits 4 | codes 16 |; value = code * d + m."""
-    codes = _codes(blocks, 8) | _fifth_bits(blocks, 4)
-    return codes.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    codes = block_codes(blocks, 8) | _fifth_bits(blocks, 4)
+    return codes.float().mul_(block_half(blocks, 0)).add_(block_half(blocks, 2))
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [..., n] -> [..., 2n]: the low halves of all bytes, then the high halves."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    """| d 2 | dmin 2 | scales 12 | codes 128 |; see `_scale_and_min`."""
-    codes = _nibbles(blocks[:, 16:].view(-1, 4, 32))
-    return _scale_and_min(blocks, codes)
+    """| d 2 | dmin 2 | scales 12 | codes 128 |; see `k_scales`."""
+    codes = nibbles(blocks[:, 16:].view(-1, 4, 32))
+    return _k_values(blocks, codes)
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -138,14 +138,16 @@ def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     """
     group = torch.arange(8, dtype=torch.uint8)[:, None]
     fifth = blocks[:, None, 16:48] >> group & 1
-    codes = _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32) | fifth << 4
-    return _scale_and_min(blocks, codes)
+    codes = nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32) | fifth << 4
+    return _k_values(blocks, codes)
 
 
-def _scale_and_min(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Eight groups of 32 codes, each with a six-bit scale and minimum:
+def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, minimum) of the groups of Q4_K or Q5_K blocks, float32 [num_blocks, 8] each.
 
-    value = (d * scale) * code - (dmin * minimum)
+    Eight groups of 32 codes have a six-bit scale and a six-bit minimum each:
+
+        value = (d * scale) * code - (dmin * minimum)
 
     The twelve bytes of scales, for groups 0..3 and 4..7:
 
@@ -155,11 +157,15 @@ def _scale_and_min(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """
     packed = blocks[:, 4:16]
     low, high = packed[:, :8] & 63, packed[:, :8] >> 6 << 4
-    last = _nibbles(packed[:, 8:])
+    last = nibbles(packed[:, 8:])
     scale = torch.cat((low[:, :4], high[:, :4] | last[:, :4]), dim=1)
     minimum = torch.cat((low[:, 4:], high[:, 4:] | last[:, 4:]), dim=1)
-    factor = (_half(blocks, 0) * scale.float())[:, :, None]
-    offset = (_half(blocks, 2) * minimum.float())[:, :, None]
+    return block_half(blocks, 0) * scale.float(), block_half(blocks, 2) * minimum.float()
+
+
+def _k_values(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """What codes, [num_blocks, 256] values in any shape, stand for; see `k_scales`."""
+    factor, offset = (part[:, :, None] for part in k_scales(blocks))
     return codes.view(-1, 8, 32).float().mul_(factor).sub_(offset).view(-1, 256)
 
 
@@ -170,12 +176,12 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     of 32 values: 64 bytes of low bits (runs 0 and 1 in the low halves, 2 and 3 in the high ones),
     and 32 bytes of high bits with two bits for each run.
     """
-    low = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 2, 4, 32)
+    low = nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 2, 4, 32)
     run = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = blocks[:, 128:192].view(-1, 2, 1, 32) >> run & 3
     codes = (low | high << 4).view(-1, 16, 16).float().sub_(32.0)
     scale = blocks[:, 192:208].view(torch.int8).float()
-    return codes.mul_((_half(blocks, 208) * scale)[:, :, None]).view(-1, 256)
+    return codes.mul_((block_half(blocks, 208) * scale)[:, :, None]).view(-1, 256)
 
 
 class _BlockLayout(NamedTuple):

@@ -8,14 +8,22 @@ import pytest
 import torch
 
 from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.kernels.float8_rows import Float8Rows
 from tokenmill.layers.embedding import VocabEmbedding
-from tokenmill.layers.gpu import GpuKernels
+from tokenmill.layers.gpu import (
+    Fp8LinearMethod,
+    GpuKernels,
+    GpuLinearMethod,
+    Int4LinearMethod,
+    WeightFormat,
+)
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import RMSNorm
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.layers.weights import HasWeights
+from tokenmill.quantization.dequantize import dequantize
 
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -35,8 +43,10 @@ def fill(layer: HasWeights, prefix: str, weights: dict[str, torch.Tensor]) -> No
         slot.load(raw(weights[slot.name]))
 
 
-def kernels(*, exact: bool = True, most_own_rows: int = 0) -> GpuKernels:
-    return GpuKernels(DEVICE, exact=exact, most_own_rows=most_own_rows)
+def kernels(
+    weight_format: WeightFormat = "plain", *, exact: bool = True, most_own_rows: int = 0
+) -> GpuKernels:
+    return GpuKernels(DEVICE, exact=exact, weight_format=weight_format, most_own_rows=most_own_rows)
 
 
 def activations(num_rows: int, size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -141,3 +151,94 @@ def test_room_for_activations() -> None:
     assert room.shape == (3, 5)
     assert room.dtype == torch.float16
     assert room.device.type == DEVICE.type
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    difference = (found.float() - wanted.float()).square().sum()
+    return float((difference / wanted.float().square().sum()).sqrt())
+
+
+FP8_ERROR = 0.12 if DEVICE.type == "cpu" else 0.06
+"""Triton's interpreter converts a value just below a power of two to half of it."""
+QUANTIZED: list[tuple[WeightFormat, float]] = [("fp8", FP8_ERROR), ("int4", 0.15)]
+"""(format, most relative error of a product): 3 bits of a mantissa twice, or 16 levels."""
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("weight_format", "most"), QUANTIZED)
+def test_a_quantised_projection(
+    weight_format: WeightFormat, most: float, exact: bool, bias: bool
+) -> None:
+    weights: dict[str, torch.Tensor] = {}
+    ours = projection(kernels(weight_format, exact=exact), bias, weights)
+    plain = projection(PlainKernels(DEVICE), bias, weights)
+    for num_rows in (1, 20):
+        x = activations(num_rows, 48)
+        assert 0 < relative_error(ours(x), plain(x)) < most
+    assert ours(activations(0, 48)).shape == (0, 48)
+    rows = torch.tensor([3, 47, 3], device=DEVICE)
+    gathered = ours.method.gather(rows)
+    assert gathered.dtype == torch.bfloat16
+    assert relative_error(gathered, plain.method.gather(rows)) < most
+
+
+@pytest.mark.parametrize(("weight_format", "most"), QUANTIZED)
+def test_a_quantised_block_behind_a_norm(weight_format: WeightFormat, most: float) -> None:
+    """Norm and activation write what the products read."""
+    weights: dict[str, torch.Tensor] = {}
+    results = []
+    x = activations(9, 48)
+    for chosen in (kernels(weight_format), PlainKernels(DEVICE)):
+        with chosen.device:
+            block = GatedMLP(48, 80, bias=False, dtype=torch.bfloat16, kernels=chosen)
+            norm = RMSNorm(
+                48,
+                1e-5,
+                dtype=torch.bfloat16,
+                kernels=chosen,
+                empty_out=block.gate_up_proj.empty_input,
+            )
+        fill(norm, "norm", weights)
+        fill(block.gate_up_proj, "mlp.gate_up_proj", weights)
+        fill(block.down_proj, "mlp.down_proj", weights)
+        normed, residual = norm(x)
+        in_float8 = weight_format == "fp8" and isinstance(chosen, GpuKernels)
+        assert isinstance(normed, Float8Rows) == in_float8
+        assert torch.equal(residual, x.float())
+        results.append(block(normed))
+    assert 0 < relative_error(*results) < 2 * most
+
+
+@pytest.mark.parametrize("weight_format", ["fp8", "int4"])
+def test_the_vocabulary_stays_plain(weight_format: WeightFormat) -> None:
+    chosen = kernels(weight_format)
+    embedding = VocabEmbedding(70, 32, dtype=torch.bfloat16, kernels=chosen)
+    assert isinstance(embedding.method, GpuLinearMethod)
+    method = chosen.linear_method(32, 64, torch.bfloat16)
+    assert isinstance(method, {"fp8": Fp8LinearMethod, "int4": Int4LinearMethod}[weight_format])
+
+
+def test_four_bit_codes_of_a_checkpoint_are_kept() -> None:
+    blocks = torch.randint(0, 256, (20 * 4, 18), dtype=torch.uint8)
+    # Powers of two, which bfloat16 holds.
+    scales = 2.0 ** torch.randint(-6, -3, (len(blocks), 1))
+    blocks[:, :2] = scales.half().view(torch.uint8)
+    stored = RawTensor((20, 128), "Q4_0", blocks.view(-1))
+    method = kernels("int4").linear_method(24, 128, torch.bfloat16)
+    method.slot("rest", slice(20, 24)).load(raw(torch.zeros(4, 128)))
+    method.slot("weight", slice(0, 20)).load(stored)
+    gathered = method.gather(torch.arange(24, device=DEVICE)).cpu()
+    assert torch.equal(gathered[:20], dequantize(stored, torch.bfloat16))
+    assert not gathered[20:].any()
+
+
+@pytest.mark.parametrize("weight_format", ["fp8", "int4"])
+def test_a_row_of_a_quantised_product_has_the_same_bits_in_any_batch(
+    weight_format: WeightFormat,
+) -> None:
+    layer = projection(kernels(weight_format), False, {})
+    x = activations(40, 48)
+    together = layer(x)
+    for rows in (slice(0, 1), slice(7, 10), slice(20, 40)):
+        assert torch.equal(layer(x[rows]), together[rows])

@@ -88,43 +88,36 @@ def linear_small(
         return
     dependent_launch = dependent_launch and x.is_cuda
     config = config or (ONE_ROW if num_rows == 1 else FEW_ROWS)
-    per_segment = depth
-    if num_rows > 1:
-        per_segment = segment_depth(depth, choose_segments(num_columns, depth))
+    # A single row is multiplied by so many programs that its sums need not be cut.
+    num_segments = 1 if num_rows == 1 else choose_segments(num_columns, depth)
+    per_segment = segment_depth(depth, num_segments)
+    before: Before = "rms_norm" if norm_weight is not None else "silu" if gated else "nothing"
     plan = SmallPlan(
         config.block_n,
         config.block_k,
         cdiv(depth, per_segment),
-        "rms_norm" if norm_weight is not None else "silu" if gated else "nothing",
+        before,
         accumulates,
         dependent_launch,
     )
     num_tiles = cdiv(num_columns, config.block_n)
-    options = {
-        "S": plan,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "launch_pdl": dependent_launch,
-    }
-    if num_rows == 1:
-        _one_row_kernel[(num_tiles,)](
-            x, weight, norm_weight, out, eps, num_columns, depth, **options
-        )
-        return
-    assert workspace.holds(num_tiles, plan.num_segments, MOST_ROWS * (config.block_n + 1))
-    _few_rows_kernel[(num_tiles * plan.num_segments,)](
+    rest: tuple[object, ...] = (eps, num_columns, depth)
+    if num_rows > 1:
+        # A row of the tile more: its sums of squares.
+        tile_values = MOST_ROWS * (config.block_n + 1)
+        assert workspace.holds(num_tiles, plan.num_segments, tile_values)
+        rest = (workspace.partial, workspace.arrivals, eps, num_rows, *rest[1:], per_segment)
+    kernel = _one_row_kernel if num_rows == 1 else _few_rows_kernel
+    kernel[(num_tiles * plan.num_segments,)](
         x,
         weight,
         norm_weight,
         out,
-        workspace.partial,
-        workspace.arrivals,
-        eps,
-        num_rows,
-        num_columns,
-        depth,
-        per_segment,
-        **options,
+        *rest,
+        S=plan,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=dependent_launch,
     )
 
 
@@ -319,13 +312,14 @@ def _few_rows_kernel(
 
 def compile_cases() -> list[CompileCase]:
     """The four products of a layer at a batch of one and of some."""
-    cases = []
-    for before, accumulates in (
+    products: list[tuple[Before, bool]] = [
         ("nothing", False),
         ("nothing", True),
         ("rms_norm", False),
         ("silu", True),
-    ):
+    ]
+    cases = []
+    for before, accumulates in products:
         for dependent_launch in (False, True):
             cases += [
                 _compile_case(ONE_ROW, 1, before, accumulates, dependent_launch),

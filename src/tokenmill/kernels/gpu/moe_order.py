@@ -9,6 +9,7 @@ One program an expert reads all pairs: no atomics, so the order is the same each
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -46,13 +47,8 @@ class ExpertOrder:
         """Room for the order of so many tokens' pairs."""
         pairs = num_tokens * k
         tiles = most_tiles(pairs, num_experts, block_m)
-        return cls(
-            *(
-                torch.empty(shape, dtype=torch.int32, device=device)
-                for shape in (num_experts, pairs, pairs, (3, tiles))
-            ),
-            block_m,
-        )
+        empty = partial(torch.empty, dtype=torch.int32, device=device)
+        return cls(empty(num_experts), empty(pairs), empty(pairs), empty(3, tiles), block_m)
 
 
 def align_experts(expert_of_pair: torch.Tensor, order: ExpertOrder) -> None:
