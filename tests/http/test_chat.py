@@ -287,3 +287,20 @@ def test_b095_a_chat_of_megabytes_is_refused_before_it_is_rendered(server):
     reply = server.chat(messages=[{"role": "user", "content": "a " * 2**22}])
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
     assert reply.error["param"] == "messages"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_b100_a_chat_that_does_not_fit_says_so_with_the_numbers(server, stream):
+    messages = [{"role": "user", "content": "One two three four " * 200}]
+    reply = server.chat(messages=messages, stream=stream)
+    count = server.post("/tokenize", {"messages": messages}).json["count"]
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert reply.error["param"] == "messages"
+    assert str(count) in reply.error["message"]
+    assert "512" in reply.error["message"]
+    short = server.chat(messages=messages, truncate_prompt_tokens=16, return_token_ids=True).json
+    assert short["usage"]["prompt_tokens"] == 16
+    assert (
+        short["prompt_token_ids"]
+        == (server.post("/tokenize", {"messages": messages}).json["tokens"][-16:])
+    )

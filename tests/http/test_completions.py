@@ -6,6 +6,7 @@ import pytest
 
 from helpers.fake_engine import FakeEngine, Script, tiny_tokenizer
 from helpers.live_server import LiveServer, chunks_of
+from tokenmill.entrypoints.http import generation
 
 
 @pytest.fixture(scope="module")
@@ -273,3 +274,12 @@ def test_a_failure_in_the_engine_is_a_500_with_its_reason():
         many = server.complete(prompt=["One", "two"])
         assert many.status == 500
         assert not server.engine.running
+
+
+def test_b056_two_bos_are_pointed_out_once(server, caplog, monkeypatch):
+    monkeypatch.setattr(generation, "_warned", set())
+    assert server.complete(prompt=[0, 5]).status == 200
+    assert "two BOS" not in caplog.text
+    for _ in range(3):
+        assert server.complete(prompt=[0, 0, 5]).status == 200
+    assert caplog.text.count("two BOS") == 1

@@ -94,6 +94,21 @@ def test_a_client_that_does_not_read_holds_nobody_up():
         server.wait_until(lambda: not server.engine.running, seconds=2)
 
 
+def test_many_prompts_whose_client_does_not_read():
+    """More prompts than outputs are kept for a slow client, and then it leaves."""
+    author = lambda prompt, params: Script([5] * 3000)  # noqa: E731
+    engine = FakeEngine(author, max_model_len=16384, max_num_seqs=64)
+    with LiveServer(engine) as server:
+        body = {"prompt": ["One"] * 40, "stream": True, "max_tokens": 3000, "logprobs": 5}
+        lazy = server.open("/v1/completions", body)
+        server.wait_until(lambda: len(server.engine.running) == 40)
+        assert server.complete(max_tokens=50).status == 200
+        leave(lazy)
+        server.wait_until(lambda: not server.engine.running, seconds=5)
+        server.wait_until(lambda: not server.state.active, seconds=5)
+        assert server.complete(max_tokens=50).status == 200
+
+
 def test_streams_cut_at_random_leave_nothing():
     import random
 

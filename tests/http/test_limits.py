@@ -203,3 +203,33 @@ def test_b095_megabytes_do_not_stop_the_others():
         # Typical ones, since other programs may hold this machine's processors for a while.
         assert sorted(health)[int(0.9 * len(health))] < 0.2
         assert sorted(gaps[1:])[int(0.9 * len(gaps))] < 0.3
+
+
+def test_b093_many_chats_at_once_share_one_tokenizer():
+    """Truncated, with parts, streamed and not: each has the answer that it has alone."""
+    with LiveServer(FakeEngine(max_num_seqs=64)) as server:
+
+        def ask(number):
+            fields = {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": f"Größe {number} 😀"}]}
+                ],
+                "truncate_prompt_tokens": 12,
+                "stream": number % 2 == 0,
+                "max_tokens": 40,
+                "skip_special_tokens": False,
+            }
+            return server.chat(**fields)
+
+        def text(reply):
+            assert reply.status == 200
+            if reply.headers["content-type"] == "application/json":
+                return reply.json["choices"][0]["message"]["content"]
+            chunks = [json.loads(event) for event in reply.events[:-1]]
+            return "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)
+
+        numbers = [number % 50 for number in range(600)]
+        alone = [text(ask(number)) for number in range(50)]
+        with ThreadPoolExecutor(64) as pool:
+            together = [text(reply) for reply in pool.map(ask, numbers)]
+        assert together == [alone[number] for number in numbers]

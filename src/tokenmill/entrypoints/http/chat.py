@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import msgspec
@@ -85,8 +86,9 @@ class ChatJob:
         """The whole answer as JSON."""
         ticket = self._state.admission.enter(self._params.n, "n")
         try:
-            generation = await self._generation()
-            (output,) = await generation.outputs()
+            with _blamed_on_messages():
+                generation = await self._generation()
+                (output,) = await generation.outputs()
         finally:
             ticket.release()
         fields = self._fields
@@ -114,12 +116,13 @@ class ChatJob:
         """All chunks."""
         ticket = self._state.admission.enter(self._params.n, "n")
         try:
-            generation = await self._generation()
-            pieces = _Pieces(self, self._chunks(generation))
-            async with aclosing(generation.stream()) as outputs:
-                async for _, output in outputs:
-                    if data := pieces.write(output):
-                        await write(data)
+            with _blamed_on_messages():
+                generation = await self._generation()
+                pieces = _Pieces(self, self._chunks(generation))
+                async with aclosing(generation.stream()) as outputs:
+                    async for _, output in outputs:
+                        if data := pieces.write(output):
+                            await write(data)
             if usage := pieces.chunks.usage():
                 await write(usage)
         finally:
@@ -205,6 +208,17 @@ class _Pieces:
             + chunks.text(index, text, logprobs=encoded, token_ids=sequence.token_ids)
             + after
         )
+
+
+@contextmanager
+def _blamed_on_messages() -> Iterator[None]:
+    """What the engine has against a prompt, the client has to look for in its messages."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.parameter in ("prompt", "prompt_token_ids"):
+            raise type(error)(str(error), parameter="messages") from error
+        raise
 
 
 def chat_params(state: ServerState, body: Body[ChatCompletionRequest]) -> SamplingParams:

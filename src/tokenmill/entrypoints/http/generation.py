@@ -79,16 +79,17 @@ class Generation:
                 await asyncio.gather(*tasks)
             finally:
                 await _end(tasks)
-                await queue.put(None)
+                if not has_left:
+                    await queue.put(None)
 
+        has_left = False
         forwarding = asyncio.create_task(forward_all())
         try:
             while (item := await queue.get()) is not None:
                 yield item
             await forwarding
         finally:
-            while not queue.empty():  # whoever waits for room must get to its end
-                queue.get_nowait()
+            has_left = True
             await _end([forwarding])
 
     async def _last(self, number: int) -> RequestOutput:
