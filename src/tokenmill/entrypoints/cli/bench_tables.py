@@ -60,17 +60,15 @@ def _limit_line(phase: PhaseReport, report: ServingReport) -> str:
 
 
 def _profile_table(phase: str, stages: Sequence[StageReport]) -> Table:
-    table = _table("stage", "ms", "in kernels", "on the host")
+    """The time in kernels stands beside the rest where the kernels are ours."""
+    knows_kernels = any(stage.kernel_milliseconds for stage in stages)
+    table = _table("stage", "ms", *(("in kernels", "on the host") if knows_kernels else ()))
     table.title = f"a step with {phase}, medians"
     for stage in stages:
         if stage.stage == "step":
             table.add_section()
-        table.add_row(
-            stage.stage,
-            f"{stage.milliseconds:.3f}",
-            f"{stage.kernel_milliseconds:.3f}",
-            f"{stage.host_milliseconds:.3f}",
-        )
+        parts = (stage.kernel_milliseconds, stage.host_milliseconds) if knows_kernels else ()
+        table.add_row(stage.stage, *(f"{each:.3f}" for each in (stage.milliseconds, *parts)))
     return table
 
 
