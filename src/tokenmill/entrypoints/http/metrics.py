@@ -41,6 +41,7 @@ _TOKEN_SECONDS = (
     5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 _COUNTS = (1, 2, 5, 10, 20)
+_OLDER_NAMES = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
 
@@ -79,11 +80,7 @@ class ServerMetrics:
         self._cached_tokens = by_source.labels(*self._labels, "local_cache_hit")
         self._output_tokens = self._counter("generation_tokens", "Generated tokens.")
         self._first = self._histogram("time_to_first_token_seconds", _SECONDS)
-        # Both names: the second is the older one.
-        self._gaps = [
-            self._histogram("inter_token_latency_seconds", _TOKEN_SECONDS),
-            self._histogram("time_per_output_token_seconds", _TOKEN_SECONDS),
-        ]
+        self._gaps = self._histogram("inter_token_latency_seconds", _TOKEN_SECONDS)
         self._per_token = self._histogram("request_time_per_output_token_seconds", _TOKEN_SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", _SECONDS)
         self._queued = self._histogram("request_queue_time_seconds", _SECONDS)
@@ -134,8 +131,7 @@ class ServerMetrics:
         if previous is None:
             self._note_prompt(progress)
         elif stream and last is not None:
-            for histogram in self._gaps:
-                histogram.observe(last - previous)
+            self._gaps.observe(last - previous)
 
     def _note_prompt(self, progress: Progress) -> None:
         num_computed = progress.num_prompt_tokens - progress.num_cached_tokens
@@ -193,7 +189,26 @@ class ServerMetrics:
     def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
         text = name.replace("_", " ").capitalize() + "."
         family = Histogram(f"vllm:{name}", text, _LABELS, buckets=buckets, registry=self.registry)
+        if name in _OLDER_NAMES:
+            self.registry.register(_Alias(family, f"vllm:{_OLDER_NAMES[name]}"))
         return family.labels(*self._labels)
+
+
+class _Alias(Collector):
+    """A metric once more under an older name, at no cost before somebody scrapes."""
+
+    def __init__(self, family: Histogram, name: str) -> None:
+        self._family = family
+        self._name = name
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._family.collect():
+            alias = Metric(self._name, metric.documentation, metric.type)
+            for sample in metric.samples:
+                alias.samples.append(
+                    sample._replace(name=sample.name.replace(metric.name, self._name))
+                )
+            yield alias
 
 
 class _SchedulerCollector(Collector):
