@@ -15,7 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tokenmill.kernels.gpu import activation, inputs, norm, rope_kv, row_quantization, tables
+from tokenmill.kernels.gpu import (
+    activation,
+    attention,
+    inputs,
+    norm,
+    rope_kv,
+    row_quantization,
+    tables,
+)
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, HIDDEN, INTERMEDIATE = 32, 8, 128, 4096, 14336
 
@@ -89,6 +97,16 @@ def launch_step(n: int) -> None:
             query, key, value, longs, angles, angles, cache, longs, torch.empty_like(query)
         )
         rope_kv.write_kv(key, value, cache, longs, 0.5, 0.5)
+
+    cache = torch.zeros(2, 2, 16, NUM_KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+    size = attention.workspace_size(n, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, 4096)
+    for num_tokens, max_query_len in ((n, 1), (n + 40, 41)):  # decoding, and with a prompt
+        tokens = torch.zeros(num_tokens, NUM_HEADS * HEAD_SIZE, dtype=torch.bfloat16)
+        attention.paged_attention(
+            tokens, cache, block_table, seq_lens, query_start_loc, torch.empty_like(tokens),
+            workspace=torch.zeros(size), max_query_len=max_query_len, max_seq_len=4096,
+            scale=0.1, exact=True,
+        )  # fmt: skip
 
     gate_up = torch.zeros(n, 2 * INTERMEDIATE, dtype=torch.bfloat16)
     out = torch.zeros(n, INTERMEDIATE, dtype=torch.bfloat16)

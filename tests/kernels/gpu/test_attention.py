@@ -25,7 +25,7 @@ SMALL = AttentionConfig(
     prefill=TileConfig(32, 32, num_warps=4, num_stages=2),
     exact=False,
     partition=32,
-    split_programs=20,
+    programs_per_sm=1,
 )
 """Tiles that a short sequence fills; the interpreter is slow."""
 EXACT = AttentionConfig(

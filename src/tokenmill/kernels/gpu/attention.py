@@ -225,7 +225,7 @@ def _attend(
         call.sinks is not None,
         call.config,
     )
-    if max_query_len > split.tile_tokens:
+    if min(max_query_len, len(call.query)) > split.tile_tokens:
         _prefill(call, prefill, split.tile_tokens)
     _split(call, split, max_query_len, max_seq_len)
 
@@ -260,8 +260,9 @@ def _split(call: _Call, shape: KernelShape, max_query_len: int, max_seq_len: int
     plan, partial = _plan_and_partial(call.workspace, num_reqs)
     capacity = len(partial) // (shape.num_kv_heads * (shape.head_size + 2))
     num_partitions = cdiv(max_seq_len, shape.partition)
-    num_items = num_reqs * num_partitions * shape.num_kv_heads
-    split_kernel[(min(num_items, call.config.split_programs),)](
+    num_programs = call.config.programs_per_sm * _num_multiprocessors(call.query.device)
+    per_head = cdiv(num_programs, shape.num_kv_heads)
+    split_kernel[(shape.num_kv_heads, min(num_reqs * num_partitions, per_head))](
         call.query,
         call.kv_cache,
         *call.tables,
@@ -299,6 +300,13 @@ def _split(call: _Call, shape: KernelShape, max_query_len: int, max_seq_len: int
         num_warps=max(1, min(4, rows * shape.block_d // 128)),
         num_stages=1,
     )
+
+
+@lru_cache(maxsize=8)
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 8  # The interpreter runs programs one after the other; several show their seams.
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _plan_size(num_reqs: int) -> int:

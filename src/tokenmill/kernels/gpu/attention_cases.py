@@ -20,8 +20,8 @@ _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32
 def compile_cases() -> list[CompileCase]:
     return [
         _plan_case(),
-        *_layer_cases("32:8x128", 32, 8, 128),
         *_layer_cases("32:8x128 exact", 32, 8, 128, exact=True),
+        *_layer_cases("32:8x128", 32, 8, 128),
         *_layer_cases(
             "28:4x128 float8 blocks of 16", 28, 4, 128, kv_type="*fp8e4nv", block_size=16
         ),

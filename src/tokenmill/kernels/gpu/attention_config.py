@@ -11,8 +11,8 @@ from tokenmill.kernels.gpu.launch import next_power_of_2
 
 PARTITION = 256
 """Keys of a partition. Fixed for a model's lifetime: it decides about the bits of a result."""
-SPLIT_PROGRAMS = 132 * 8
-"""Most programs of a split launch; more than a Hopper GPU runs at a time, so that they balance."""
+PROGRAMS_PER_SM = 6
+"""Of a split launch, at most: about twice as many as run at a time, so that they balance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class AttentionConfig:
     Both kernels then walk alike, and their tiles have at least 64 rows, so that the same matrix
     instructions do the sums."""
     partition: int = PARTITION
-    split_programs: int = SPLIT_PROGRAMS
+    programs_per_sm: int = PROGRAMS_PER_SM
 
     def __post_init__(self) -> None:
         assert self.partition % self.split.block_n == 0
@@ -91,4 +91,6 @@ def choose_config(
         split = TileConfig(split_m, 64, num_warps=8 if exact else 4, num_stages=2)
         prefill_m = 64 if exact else 128
         prefill = TileConfig(max(prefill_m, next_power_of_2(group)), 64, num_warps=8, num_stages=2)
-    return AttentionConfig(split, prefill, exact=exact, partition=partition)
+    return AttentionConfig(
+        split, prefill, exact, partition, programs_per_sm=4 if exact else PROGRAMS_PER_SM
+    )

@@ -15,10 +15,14 @@ from tokenmill.kernels.gpu.attention_tiles import (
     normalize,
     store_output,
     walk,
+    walk_partitions,
 )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "table_stride"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "tile_starts"],
+)
 def prefill_kernel(
     query: tl.tensor,
     kv_cache: tl.tensor,
@@ -98,14 +102,19 @@ def _attend(
         begin = tl.maximum(position - S.window + 1, 0) // S.block_n * S.block_n
         full_begin = tl.cdiv(tl.maximum(last - S.window + 1, 0), S.block_n) * S.block_n
     sequence = (keys, table, positions, seq_len, qk_scale, soft_cap)
-    merged = empty_state(S.block_m, S)
-    state = empty_state(S.block_m, S)
-    if S.window > 0:
-        masked_end = tl.minimum(full_begin, end)
-        merged, state = walk(q, merged, state, begin, masked_end, sequence, True, S)
-    merged, state = walk(q, merged, state, full_begin, full_end, sequence, False, S)
+    empty = empty_state(S.block_m, S)
     rest = tl.maximum(full_begin, full_end)
-    merged, state = walk(q, merged, state, rest, end, sequence, True, S)
+    masked_end = tl.minimum(full_begin, end)
     if S.in_partitions:
-        state = merge_states(merged, state)
-    return state
+        merged, state = empty, empty
+        if S.window > 0:
+            merged, state = walk_partitions(q, merged, state, begin, masked_end, sequence, True, S)
+        merged, state = walk_partitions(q, merged, state, full_begin, full_end, sequence, False, S)
+        merged, state = walk_partitions(q, merged, state, rest, end, sequence, True, S)
+        return merge_states(merged, state)
+    else:  # noqa: RET505  a compiled function's returns must exclude each other
+        state = empty
+        if S.window > 0:
+            state = walk(q, state, begin, masked_end, sequence, True, S)
+        state = walk(q, state, full_begin, full_end, sequence, False, S)
+        return walk(q, state, rest, end, sequence, True, S)

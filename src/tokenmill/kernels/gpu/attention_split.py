@@ -1,8 +1,8 @@
 """Attention of the requests that compute few tokens: their keys are split among programs.
 
 plan    one program      counts the work of a step, so that others find theirs
-split   as many as fill  each walks over items: a partition of a request's keys for one KV head, or
-        the device       all partitions where there is one, or where the workspace has no room left
+split   as many as fill  each walks over neighbouring items of a KV head: an item is a partition of
+        the device       a request's keys, or all of them where the workspace has no room for parts
 merge   one per request  merges the partitions of a request in order
         and KV head
 
@@ -47,7 +47,14 @@ def _partitions(
     return first, tl.cdiv(seq_len, PARTITION) - first
 
 
-@triton.jit(do_not_specialize=["num_reqs", "plan_stride", "capacity"])
+_TABLES = ["block_table", "seq_lens", "query_start_loc"]
+"""Pointers into buffers, at any place: a variant for each would be compiled while a step waits."""
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "plan_stride", "capacity"],
+    do_not_specialize_on_alignment=_TABLES,
+)
 def plan_kernel(
     seq_lens: tl.tensor,
     query_start_loc: tl.tensor,
@@ -91,7 +98,10 @@ def plan_kernel(
     tl.store(plan + 2 * plan_stride + num_reqs, num_tiles)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "table_stride", "plan_stride", "capacity"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "table_stride", "plan_stride", "capacity"],
+    do_not_specialize_on_alignment=_TABLES,
+)
 def split_kernel(
     query: tl.tensor,
     kv_cache: tl.tensor,
@@ -113,67 +123,68 @@ def split_kernel(
     v_scale: tl.tensor,
     S: tl.constexpr,
 ) -> None:
-    """Grid (any number of programs,). A request of one item is finished here."""
-    num_items = tl.load(plan + num_reqs) * S.num_kv_heads
-    for index in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        kv_head = index % S.num_kv_heads
-        item = index // S.num_kv_heads
+    """Grid (num_kv_heads, any number): programs of a head share its items, in order and evenly."""
+    kv_head = tl.program_id(0)
+    num_items = tl.load(plan + num_reqs)
+    item = num_items * tl.program_id(1) // tl.num_programs(1)
+    last = num_items * (tl.program_id(1) + 1) // tl.num_programs(1)
+    while item < last:
         req = find_request(plan, item, num_reqs)
         first_item = tl.load(plan + req)
-        is_whole = tl.load(plan + req + 1) - first_item == 1
+        next_item = tl.load(plan + req + 1)
         start = tl.load(query_start_loc + req)
         query_len = tl.load(query_start_loc + req + 1) - start
         seq_len = tl.load(seq_lens + req)
         q = load_query(query, query_stride, start, query_len, kv_head, S)
-        acc, peak, total = _attend_item(
-            q,
-            item - first_item,
-            is_whole,
-            query_len,
-            seq_len,
-            kv_cache + kv_head * S.head_size,
-            block_table + req.to(tl.int64) * table_stride,
-            qk_scale,
-            soft_cap,
-            S,
-        )
-        rows = tl.arange(0, S.block_m)
+        positions = seq_len - query_len + tl.arange(0, S.block_m) // S.group
+        keys = kv_cache + kv_head * S.head_size
+        table = block_table + req.to(tl.int64) * table_stride
+        sequence = (keys, table, positions, seq_len, qk_scale, soft_cap)
+        is_whole = next_item - first_item == 1
+        first_row = tl.load(plan + plan_stride + req)
+        place = (workspace, capacity, first_row, query_len * S.group, kv_head)
+        run = (item - first_item, tl.minimum(next_item, last) - first_item)
+        acc, peak, total = _attend_run(q, sequence, query_len, is_whole, run, place, S)
         if is_whole:
+            rows = tl.arange(0, S.block_m)
             values = normalize(acc, peak, total, sinks, rows, kv_head, v_scale, S)
             store_output(out, out_stride, values, rows, start, query_len, kv_head, S)
-        else:
-            num_rows = query_len * S.group
-            first_row = tl.load(plan + plan_stride + req) + (item - first_item) * num_rows
-            places = (first_row + rows).to(tl.int64) * S.num_kv_heads + kv_head
-            _store_partial(workspace, capacity, places, rows < num_rows, acc, peak, total, S)
+        item = tl.minimum(next_item, last)
 
 
 @triton.jit
-def _attend_item(
+def _attend_run(
     q: tl.tensor,
-    part: tl.tensor,
-    is_whole: tl.tensor,
+    sequence: tl.tuple,
     query_len: tl.tensor,
-    seq_len: tl.tensor,
-    keys: tl.tensor,
-    table: tl.tensor,
-    qk_scale: tl.tensor,
-    soft_cap: tl.tensor,
+    is_whole: tl.tensor,
+    run: tl.tuple,
+    place: tl.tuple,
     S: tl.constexpr,
 ) -> Any:
-    """State of a request's rows after one partition, or after all of them."""
-    first, _ = _partitions(seq_len, query_len, S.window, S.partition)
-    position = seq_len - query_len
-    begin = (first + part) * S.partition
+    """Walk over some items of a request, the run (first, last); of a whole one, the merged state.
+
+    Otherwise the state of each partition goes to its place in the workspace.
+    """
+    seq_len = sequence[3]
+    first, num_partitions = _partitions(seq_len, query_len, S.window, S.partition)
+    begin = seq_len * 0
     if S.window > 0:
-        seen = tl.maximum(position - S.window + 1, 0) // S.block_n * S.block_n
-        begin = tl.maximum(begin, seen)
-    end = tl.where(is_whole, seq_len, (first + part + 1) * S.partition)
-    positions = position + tl.arange(0, S.block_m) // S.group
-    sequence = (keys, table, positions, seq_len, qk_scale, soft_cap)
-    empty = empty_state(S.block_m, S)
-    merged, state = walk(q, empty, empty, begin, tl.minimum(end, seq_len), sequence, True, S)
-    return merge_states(merged, state)
+        begin = tl.maximum(seq_len - query_len - S.window + 1, 0) // S.block_n * S.block_n
+    workspace, capacity, first_row, num_rows, kv_head = place
+    rows = tl.arange(0, S.block_m)
+    acc, peak, total = empty_state(S.block_m, S)
+    for part in range(run[0], tl.where(is_whole, num_partitions, run[1])):
+        part_begin = (first + part) * S.partition
+        part_end = tl.minimum(part_begin + S.partition, seq_len)
+        part_begin = tl.maximum(part_begin, begin)
+        state = walk(q, empty_state(S.block_m, S), part_begin, part_end, sequence, True, S)
+        if is_whole:
+            acc, peak, total = merge_states((acc, peak, total), state)
+        else:
+            places = (first_row + part * num_rows + rows).to(tl.int64) * S.num_kv_heads + kv_head
+            _store_partial(workspace, capacity, places, rows < num_rows, state, S)
+    return acc, peak, total
 
 
 @triton.jit
@@ -182,12 +193,11 @@ def _store_partial(
     capacity: tl.tensor,
     places: tl.tensor,
     mask: tl.tensor,
-    acc: tl.tensor,
-    peak: tl.tensor,
-    total: tl.tensor,
+    state: tl.tuple,
     S: tl.constexpr,
 ) -> None:
     """Store the state of rows at their places, int64, in [capacity, num_kv_heads]."""
+    acc, peak, total = state
     dims = tl.arange(0, S.block_d)
     acc_mask = mask[:, None]
     if S.block_d != S.head_size:
@@ -219,7 +229,7 @@ def _load_partial(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["plan_stride", "capacity"])
+@triton.jit(do_not_specialize=["plan_stride", "capacity"], do_not_specialize_on_alignment=_TABLES)
 def merge_kernel(
     query_start_loc: tl.tensor,
     plan: tl.tensor,

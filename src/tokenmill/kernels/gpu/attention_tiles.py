@@ -314,7 +314,6 @@ def normalize(
 @triton.jit
 def walk(
     q: tl.tensor,
-    merged: tl.tuple,
     state: tl.tuple,
     begin: tl.tensor,
     end: tl.tensor,
@@ -324,24 +323,44 @@ def walk(
 ) -> Any:
     """Add the keys from begin, a multiple of block_n, up to end to the state of a tile.
 
-    Where a partition begins, the state of the one before is merged, and a new one begins. The
-    sequence is (pointer to the keys of a KV head in block 0, pointer to the request's block table,
-    position of each row, seq_len, scale of scores, soft cap). Without MASKED, all rows see all of
-    these keys.
+    The sequence is (pointer to the keys of a KV head in block 0, pointer to the request's block
+    table, position of each row, seq_len, scale of scores, soft cap). Without MASKED, all rows see
+    all of these keys.
     """
+    acc, peak, total = state
+    table, seq_len = sequence[1], sequence[3]
+    blocks = _load_blocks(table, begin, seq_len, S)
+    for key0 in range(begin, end, S.block_n):
+        next_blocks = _load_blocks(table, key0 + S.block_n, seq_len, S)
+        acc, peak, total = _fold_tile(q, acc, peak, total, key0, blocks, sequence, MASKED, S)
+        blocks = next_blocks
+    return acc, peak, total
+
+
+@triton.jit
+def walk_partitions(
+    q: tl.tensor,
+    merged: tl.tuple,
+    state: tl.tuple,
+    begin: tl.tensor,
+    end: tl.tensor,
+    sequence: tl.tuple,
+    MASKED: tl.constexpr,
+    S: tl.constexpr,
+) -> Any:
+    """`walk` whose state, where a partition begins, is merged and starts anew: (merged, state)."""
     block_m: tl.constexpr = S.block_m
     acc, peak, total = merged
     part, part_peak, part_total = state
     table, seq_len = sequence[1], sequence[3]
     blocks = _load_blocks(table, begin, seq_len, S)
     for key0 in range(begin, end, S.block_n):
-        if S.in_partitions:  # noqa: SIM102  known when it is compiled, the other is not
-            # Here, not behind the product: there the compiler would read it before it is complete.
-            if key0 % S.partition == 0:
-                acc, peak, total = merge_states((acc, peak, total), (part, part_peak, part_total))
-                # With its peak the next tile scales the old sum by 0.
-                part_peak = tl.full([block_m], -float("inf"), tl.float32)
-                part_total = tl.zeros([block_m], tl.float32)
+        # Here, not behind the product: there the compiler would read it before it is complete.
+        if key0 % S.partition == 0:
+            acc, peak, total = merge_states((acc, peak, total), (part, part_peak, part_total))
+            # With its peak the next tile scales the old sum by 0.
+            part_peak = tl.full([block_m], -float("inf"), tl.float32)
+            part_total = tl.zeros([block_m], tl.float32)
         next_blocks = _load_blocks(table, key0 + S.block_n, seq_len, S)
         part, part_peak, part_total = _fold_tile(
             q, part, part_peak, part_total, key0, blocks, sequence, MASKED, S

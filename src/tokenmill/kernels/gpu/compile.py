@@ -81,10 +81,30 @@ def compile_case(case: CompileCase, arch: int) -> CompiledSize:
             "maxnreg": case.max_registers,
         },
     )
+    if found := early_reads(compiled.asm["ttgir"]):
+        raise RuntimeError(f"products are read before they are complete: {'; '.join(found)}")
     registers, stack_bytes = _resources(compiled.asm["cubin"])
     return CompiledSize(
         registers, stack_bytes, compiled.metadata.shared, len(compiled.asm["cubin"])
     )
+
+
+def early_reads(ttgir: str) -> list[str]:
+    """Operations that read the sums of an asynchronous product without waiting for it.
+
+    Triton 3.6 and 3.9 make such code of a product whose loop passes it through an `if`.
+    """
+    found = []
+    lines = ttgir.splitlines()
+    for place, line in enumerate(lines):
+        product = re.match(r"\s*(%\w+)(:\d+)? = ttng\.warp_group_dot .*isAsync = true", line)
+        if product is None:
+            continue
+        name = re.compile(re.escape(product[1]) + r"(?!\w)")
+        first_use = next((use for use in lines[place + 1 :] if name.search(use)), "scf.yield")
+        if not re.search(r"warp_group_dot|scf\.yield", first_use):
+            found.append(first_use.strip())
+    return found
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
