@@ -8,6 +8,7 @@ void bind_gemm(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_elementwise(nb::module_& module);
 void bind_program(nb::module_& module);
+void bind_step_gather(nb::module_& module);
 }  // namespace tokenmill
 
 NB_MODULE(_native, module) {
@@ -16,4 +17,5 @@ NB_MODULE(_native, module) {
   tokenmill::bind_attention(module);
   tokenmill::bind_elementwise(module);
   tokenmill::bind_program(module);
+  tokenmill::bind_step_gather(module);
 }

@@ -94,12 +94,9 @@ def metadata_of(
     for row, request in enumerate(requests):
         table.set_row(row, request)
     count = len(requests)
-    return table.gather(
-        np.arange(count),
-        np.array([1] * count if positions is None else positions, np.int64),
-        np.array([0] * count if num_output_tokens is None else num_output_tokens, np.int64),
-        grammar or GrammarMask(),
-    )
+    places = np.array([1] * count if positions is None else positions, np.int64)
+    outputs = np.array([0] * count if num_output_tokens is None else num_output_tokens, np.int64)
+    return table.gather(np.arange(count), places, places - outputs, grammar or GrammarMask())
 
 
 def run_sampler(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor as TaskExecutor
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.result import ModelRunnerOutput
@@ -15,24 +15,58 @@ from tokenmill.worker.worker import Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class InlineTaskExecutor(TaskExecutor):
-    """Runs each task before `submit` returns."""
+class Task(Protocol[T_co]):
+    """A call that was submitted."""
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
+    def result(self) -> T_co:
+        """Wait for it; returns or raises what it does."""
+        ...
+
+
+class Tasks(Protocol):
+    """Runs calls in their order."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]: ...
+
+    def shutdown(self) -> None: ...
+
+
+class InlineTasks:
+    """Runs each call before `submit` returns; the library's futures cost more than small steps."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]:
         try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - raised again by `future.result()`
-            future.set_exception(error)
-        return future
+            return _Returned(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - raised again by `result()`
+            return _Raised(error)
+
+    def shutdown(self) -> None:
+        """Nothing is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned(Generic[T]):
+    value: T
+
+    def result(self) -> T:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    error: Exception
+
+    def result(self) -> NoReturn:
+        raise self.error
 
 
 class SubmittedStep:
     """A step whose calls are under way."""
 
-    def __init__(self, sampling: Future[StepFuture]) -> None:
+    def __init__(self, sampling: Task[StepFuture]) -> None:
         self._sampling = sampling
 
     def result(self) -> ModelRunnerOutput:
@@ -49,12 +83,12 @@ class LocalExecutor:
 
     def __init__(self, worker: Worker, *, background: bool) -> None:
         self._worker: Worker | None = worker
-        self._tasks: TaskExecutor = (
+        self._tasks: Tasks = (
             ThreadPoolExecutor(1, thread_name_prefix="tokenmill-worker")
             if background
-            else InlineTaskExecutor()
+            else InlineTasks()
         )
-        self._forward: Future[None]
+        self._forward: Task[None]
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Start the forward pass of a plan; what it raises is raised by the step's `result()`."""
@@ -72,7 +106,7 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         """Finish the steps under way and free the model and its cache; may be called twice."""
-        self._tasks.shutdown(wait=True)
+        self._tasks.shutdown()
         self._worker = None
 
     def _running_worker(self) -> Worker:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +11,17 @@ from tokenmill.contracts.plan import NewRequestData
 from tokenmill.sampling.grammar_mask import GrammarMask
 from tokenmill.sampling.metadata import IntArray, RandomColumns, SamplingMetadata
 from tokenmill.sampling_params import ALL_LOGPROBS
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The parameters of some rows, gathered; positions are not in use."""
+
+    is_greedy: npt.NDArray[np.bool_]
+    random: RandomColumns
+    wants_logprobs: npt.NDArray[np.bool_]
+    num_logprobs: IntArray
+    any_min_tokens: bool
 
 
 class RowSamplingParams:
@@ -29,6 +42,8 @@ class RowSamplingParams:
         self._num_logprobs = np.zeros(max_num_seqs, np.int64)
         self._min_tokens = np.zeros(max_num_seqs, np.int64)
         self._stop_token_ids = [np.empty(0, np.int64)] * max_num_seqs
+        self._last: tuple[bytes, _Columns] | None = None
+        """Of the step before, by the bytes of its rows; forgotten when a row changes."""
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         """Best tokens to list at each prompt position, for rows whose plan has logits there."""
 
@@ -36,6 +51,7 @@ class RowSamplingParams:
         """Fill a row for the request that enters it."""
         params = request.sampling_params
         columns = self._columns
+        self._last = None
         self._is_greedy[row] = params.greedy
         columns.temperature[row] = params.temperature
         columns.top_k[row] = 0 if params.top_k >= self._vocab_size else params.top_k
@@ -53,31 +69,55 @@ class RowSamplingParams:
         self,
         rows: IntArray,
         positions: IntArray,
-        num_output_tokens: IntArray,
+        num_prompt_tokens: IntArray,
         grammar: GrammarMask,
     ) -> SamplingMetadata:
-        """The metadata of some logits rows; all arrays are [n].
+        """The metadata of some logits rows.
 
-        `rows` says whose logits they are, `positions` where in the sequence the sampled token will
-        stand, `num_output_tokens` how many generated tokens stand before it.
+        `rows` [n] says whose logits they are, `positions` [n] where in the sequence the sampled
+        token will stand; `num_prompt_tokens` is [max_num_seqs], by row.
         """
-        columns = self._columns
-        short = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
+        asked = self._columns_of(rows)
+        columns = asked.random
         return SamplingMetadata(
-            is_greedy=self._is_greedy[rows],
+            is_greedy=asked.is_greedy,
             random=RandomColumns(
-                temperature=columns.temperature[rows],
-                top_k=columns.top_k[rows],
-                top_p=columns.top_p[rows],
-                min_p=columns.min_p[rows],
-                seed=columns.seed[rows],
+                temperature=columns.temperature,
+                top_k=columns.top_k,
+                top_p=columns.top_p,
+                min_p=columns.min_p,
+                seed=columns.seed,
                 position=positions,
             ),
-            wants_logprobs=self._wants_logprobs[rows],
-            num_logprobs=self._num_logprobs[rows],
-            banned_token_ids={i: self._stop_token_ids[rows[i]] for i in short.tolist()},
+            wants_logprobs=asked.wants_logprobs,
+            num_logprobs=asked.num_logprobs,
+            banned_token_ids=self._banned(rows, positions - num_prompt_tokens[rows])
+            if asked.any_min_tokens
+            else {},
             grammar=grammar,
         )
+
+    def _columns_of(self, rows: IntArray) -> _Columns:
+        """What these rows ask for; mostly the same rows as in the step before."""
+        key = rows.tobytes()
+        if self._last is None or self._last[0] != key:
+            columns = self._columns
+            self._last = (
+                key,
+                _Columns(
+                    is_greedy=self._is_greedy[rows],
+                    random=columns.take(rows),
+                    wants_logprobs=self._wants_logprobs[rows],
+                    num_logprobs=self._num_logprobs[rows],
+                    any_min_tokens=bool(self._min_tokens[rows].any()),
+                ),
+            )
+        return self._last[1]
+
+    def _banned(self, rows: IntArray, num_output_tokens: IntArray) -> dict[int, IntArray]:
+        """By logits row: stop tokens of those that have too few tokens yet."""
+        short = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
+        return {i: self._stop_token_ids[rows[i]] for i in short.tolist()}
 
     def wants_logprobs(self, rows: IntArray) -> npt.NDArray[np.bool_]:
         """Which of `rows` ask for log-probabilities of their generated tokens."""

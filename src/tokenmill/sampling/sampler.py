@@ -90,7 +90,7 @@ class Sampler:
         """Sample one token from each row of float32 logits [n, vocab_size], which are edited."""
         metadata.grammar.apply(logits)
         asked = np.flatnonzero(metadata.wants_logprobs)
-        logprobs = raw_logprobs(logits[torch.from_numpy(asked)])
+        logprobs = raw_logprobs(logits[torch.from_numpy(asked)]) if asked.size else ()
         for edit in self._edits:
             edit.apply(logits, metadata)
         token_ids, is_valid = self._chooser.choose(logits, metadata)

@@ -16,7 +16,7 @@ The host plans with numbers (`InputBatch`); what the model reads lies on its dev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -38,9 +38,27 @@ class BatchShape:
     max_seq_len: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
+class NewTokens:
+    """Which sampled tokens the requests of a batch keep, and where these go."""
+
+    counts: IntArray
+    """[num_reqs]"""
+    num_computed: IntArray
+    """[num_reqs], tokens whose KV is in the cache then; one more token is known of who gained"""
+    entries: IntArray
+    """[num_new], which of the samples"""
+    rows: IntArray
+    """[num_new]"""
+    generations: IntArray
+    """[num_new], of the rows"""
+    positions: IntArray
+    """[num_new]"""
+
+
+@dataclass
 class InputBatch:
-    """A step's batch of `num_reqs` requests, in numbers of the host."""
+    """A step's batch of `num_reqs` requests, in numbers of the host; not to be changed."""
 
     req_ids: list[str]
     rows: IntArray
@@ -111,9 +129,87 @@ class InputBatch:
         return np.cumsum(self.num_sampled) - self.num_sampled
 
     @cached_property
+    def sampled_rows(self) -> IntArray:
+        """The rows of `sampled_indices`."""
+        return np.repeat(self.rows, self.num_sampled)
+
+    @cached_property
     def has_drafts(self) -> bool:
         """Whether a request samples more than one token: only its ids tell how many it gains."""
         return bool((self.num_sampled > 1).any())
+
+    def new_tokens(self, counts: IntArray) -> NewTokens:
+        """What becomes of the samples if the requests gain so many tokens, [num_reqs]."""
+        entries = runs(self.sampled_start, counts)
+        return NewTokens(
+            counts=counts,
+            num_computed=self.seq_lens - self.num_sampled + counts,
+            entries=entries,
+            rows=np.repeat(self.rows, counts),
+            generations=np.repeat(self.generations, counts),
+            positions=self.sampled_positions[entries],
+        )
+
+
+class DecodeBatch(InputBatch):
+    """Every request computes one token and samples the next: most steps, and little to work out."""
+
+    def __init__(
+        self, req_ids: list[str], rows: IntArray, num_computed: IntArray, generations: IntArray
+    ) -> None:
+        num_reqs = len(rows)
+        ones, counting = _ones_and_counting(num_reqs)
+        super().__init__(
+            req_ids=req_ids,
+            rows=rows,
+            num_scheduled_tokens=ones,
+            num_computed_tokens=num_computed,
+            generations=generations,
+            logits_indices=counting[:num_reqs],
+            logits_start=counting,
+            num_sampled=ones,
+        )
+
+    @cached_property
+    def shape(self) -> BatchShape:
+        num_reqs = len(self.rows)
+        return BatchShape(num_reqs, num_reqs, 1, int(self.num_computed_tokens.max()) + 1)
+
+    @cached_property
+    def logits_positions(self) -> IntArray:
+        return self.num_computed_tokens
+
+    @cached_property
+    def sampled_indices(self) -> IntArray:
+        return self.logits_indices
+
+    @cached_property
+    def sampled_positions(self) -> IntArray:
+        return self.num_computed_tokens + 1
+
+    @cached_property
+    def sampled_start(self) -> IntArray:
+        return self.logits_indices
+
+    @cached_property
+    def sampled_rows(self) -> IntArray:
+        return self.rows
+
+    @cached_property
+    def has_drafts(self) -> bool:
+        return False
+
+    def new_tokens(self, counts: IntArray) -> NewTokens:
+        positions = self.sampled_positions
+        return NewTokens(
+            counts, positions, self.logits_indices, self.rows, self.generations, positions
+        )
+
+
+@lru_cache(maxsize=1024)
+def _ones_and_counting(count: int) -> tuple[IntArray, IntArray]:
+    """So many ones, and the numbers from 0 to count."""
+    return np.ones(count, np.int64), np.arange(count + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,40 +234,13 @@ class BatchTensors:
     """One for each KV cache group, int64 [num_tokens]; -1 where padding writes nowhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Which sampled tokens the requests of a batch keep, and where these go."""
-
-    counts: IntArray
-    """[num_reqs]"""
-    num_computed: IntArray
-    """[num_reqs], tokens whose KV is in the cache then; one more token is known of who gained"""
-    entries: IntArray
-    """[num_new], which of the samples"""
-    rows: IntArray
-    """[num_new]"""
-    generations: IntArray
-    """[num_new], of the rows"""
-    positions: IntArray
-    """[num_new]"""
-
-    @classmethod
-    def of(cls, batch: InputBatch, counts: IntArray) -> NewTokens:
-        """Of a batch whose requests gain so many tokens."""
-        entries = runs(batch.sampled_start, counts)
-        return cls(
-            counts=counts,
-            num_computed=batch.seq_lens - batch.num_sampled + counts,
-            entries=entries,
-            rows=np.repeat(batch.rows, counts),
-            generations=np.repeat(batch.generations, counts),
-            positions=batch.sampled_positions[entries],
-        )
-
-
 def gather_batch(plan: SchedulerOutput, table: RowTable) -> InputBatch:
     """The batch of a plan with at least one request."""
     rows = np.array(plan.rows, np.int64)
+    if _is_decode(plan):
+        num_computed = table.num_computed_tokens[rows]
+        assert (num_computed < table.num_tokens[rows]).all(), "a plan runs past known tokens"
+        return DecodeBatch(plan.req_ids, rows, num_computed, table.generations[rows])
     counts = np.array(plan.num_scheduled_tokens, np.int64)
     num_drafts = table.num_drafts[rows]
     num_computed = table.num_computed_tokens[rows]
@@ -191,6 +260,16 @@ def gather_batch(plan: SchedulerOutput, table: RowTable) -> InputBatch:
         logits_indices=runs(query_ends - num_logits, num_logits),
         logits_start=np.concatenate(([0], np.cumsum(num_logits))),
         num_sampled=num_sampled,
+    )
+
+
+def _is_decode(plan: SchedulerOutput) -> bool:
+    num_reqs = len(plan.rows)
+    return (
+        not plan.draft_token_ids
+        and plan.num_scheduled_tokens.count(1) == num_reqs
+        and plan.num_logits.count(1) == num_reqs
+        and all(plan.is_sampled)
     )
 
 

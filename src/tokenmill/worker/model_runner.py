@@ -197,7 +197,7 @@ class ModelRunner:
         assert state is not None, "sample_tokens needs a forward pass before it"
         samples = self._sample(state, grammar_output)
         num_new_tokens = self._count_new_tokens(state.batch, samples)
-        new = NewTokens.of(state.batch, num_new_tokens)
+        new = state.batch.new_tokens(num_new_tokens)
         self._inputs.write_tokens(samples, new)
         result = self._hand_over(partial(self._finish, state, samples, new))
         self._commit(state.batch, new)
@@ -286,12 +286,10 @@ class ModelRunner:
 
     def _sample(self, state: ExecuteModelState, grammar_output: GrammarOutput | None) -> Samples:
         batch = state.batch
-        rows = np.repeat(batch.rows, batch.num_sampled)
-        positions = batch.sampled_positions
         metadata = self._params.gather(
-            rows=rows,
-            positions=positions,
-            num_output_tokens=positions - self._rows.num_prompt_tokens[rows],
+            rows=batch.sampled_rows,
+            positions=batch.sampled_positions,
+            num_prompt_tokens=self._rows.num_prompt_tokens,
             grammar=self._grammar_mask(batch, grammar_output),
         )
         return self._sampler.forward(state.logits, metadata)
@@ -312,12 +310,11 @@ class ModelRunner:
         """Tokens that each request gains, [num_reqs]; with drafts, that waits for the ids."""
         if not batch.has_drafts:
             return batch.num_sampled
-        rows = np.repeat(batch.rows, batch.num_sampled)
         # Behind a request's last draft stands nothing; whatever is read there is not compared.
         places = np.minimum(batch.sampled_positions, self._rows.token_ids.shape[1] - 1)
         return count_new_tokens(
             samples.to_host().token_ids,
-            self._rows.token_ids[rows, places],
+            self._rows.token_ids[batch.sampled_rows, places],
             batch.sampled_start,
             batch.num_sampled,
         )
@@ -327,15 +324,18 @@ class ModelRunner:
     ) -> ModelRunnerOutput:
         """The step's result, and what the drafter makes of it."""
         batch, sampled = state.batch, samples.to_host()
-        is_good = np.ones(batch.num_reqs, np.bool_)
-        is_good[list(state.bad_reqs)] = False
+        bad_reqs = state.bad_reqs
         if not sampled.is_valid.all():
             owners = np.repeat(np.arange(batch.num_reqs), new.counts)
-            is_good[owners[~sampled.is_valid[new.entries]]] = False
-        output = self._make_output(state, sampled, np.where(is_good, new.counts, 0), is_good)
-        self.num_bad_logits += len(output.errors)
+            bad_reqs = bad_reqs | set(owners[~sampled.is_valid[new.entries]].tolist())
+        counts = new.counts
+        if bad_reqs:
+            self.num_bad_logits += len(bad_reqs)
+            counts = counts.copy()
+            counts[list(bad_reqs)] = 0
+        output = self._make_output(state, sampled, counts, bad_reqs)
         self._inputs.settle_tokens(sampled.token_ids[new.entries], new)
-        gained = np.flatnonzero(is_good & (new.counts > 0))
+        gained = np.flatnonzero(counts)
         output.draft_token_ids = self._drafter.propose(
             [batch.req_ids[place] for place in gained.tolist()],
             batch.rows[gained],
@@ -349,27 +349,28 @@ class ModelRunner:
         state: ExecuteModelState,
         sampled: SamplerOutput,
         num_new_tokens: IntArray,
-        is_good: npt.NDArray[np.bool_],
+        bad_reqs: set[int],
     ) -> ModelRunnerOutput:
         batch = state.batch
         token_ids = sampled.token_ids.tolist()
         starts = batch.sampled_start
         spans = list(zip(starts.tolist(), (starts + num_new_tokens).tolist(), strict=True))
-        asked = np.flatnonzero(state.wants_logprobs & (num_new_tokens > 0))
         return ModelRunnerOutput(
             step_id=state.step_id,
             req_ids=batch.req_ids,
             sampled_token_ids=[token_ids[start:end] for start, end in spans],
             logprobs={
                 batch.req_ids[place]: [sampled.logprobs[i] for i in range(*spans[place])]
-                for place in asked.tolist()
-            },
+                for place in np.flatnonzero(state.wants_logprobs & (num_new_tokens > 0)).tolist()
+            }
+            if sampled.logprobs
+            else {},
             prompt_logprobs={
                 batch.req_ids[place]: entries
                 for place, entries in state.prompt_logprobs.items()
-                if is_good[place]
+                if place not in bad_reqs
             },
-            errors={batch.req_ids[i]: BAD_LOGITS for i in np.flatnonzero(~is_good).tolist()},
+            errors={batch.req_ids[place]: BAD_LOGITS for place in sorted(bad_reqs)},
         )
 
     def _commit(self, batch: InputBatch, new: NewTokens) -> None:
