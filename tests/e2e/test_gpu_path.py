@@ -9,6 +9,9 @@ from helpers.tiny import write_tiny_llama
 from tokenmill import LLM, SamplingParams
 from tokenmill.worker.graphs.cuda import GraphSizes
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+"""Integers of a hash wrap; numpy, which the interpreter computes with, warns of that."""
+
 PROMPTS = [[5, 9, 20], [(7 * i) % 390 + 3 for i in range(9)], [33]]
 """Together few enough for one tile: the interpreter's products of larger tiles round otherwise, as
 those of a GPU do not.
@@ -79,3 +82,19 @@ def test_the_same_bits_however_requests_are_run(tiny_llama, alone, settings):
     assert (num_preemptions > 0) == (settings["num_kv_blocks"] < 16)
     assert tokens_of(together) == tokens_of(alone)
     assert logprobs_of(together) == logprobs_of(alone)
+
+
+def test_float8_weights_and_cache_stay_near_bfloat16(tiny_llama):
+    params = [SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)]
+    prompt = [PROMPTS[1]]
+    settings = {"num_kv_blocks": 16, "max_model_len": 20}
+    plain, small = (
+        generate(gpu_engine(tiny_llama, **settings, **more), prompt, params)[0].prompt_logprobs
+        for more in ({}, {"quantization": "fp8", "kv_cache_dtype": "fp8"})
+    )
+    differences = [
+        abs(small[i][token].logprob - plain[i][token].logprob)
+        for i, token in enumerate(prompt[0])
+        if i
+    ]
+    assert 0 < sum(differences) / len(differences) < 0.3

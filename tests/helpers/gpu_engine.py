@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from tokenmill.engine.client import InProcessClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.executor.local import LocalExecutor
-from tokenmill.layers.gpu import GpuKernels
+from tokenmill.layers.gpu import GpuKernels, WeightFormat
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 from tokenmill.outputs import RequestOutput
@@ -69,7 +69,8 @@ def gpu_engine(path: Path, *, sizes: GraphSizes | None = None, **settings: Any) 
         tensor_formats=checkpoint.tensor_formats,
         machine=MACHINE,
     )
-    kernels = GpuKernels(device(), exact=config.exact)
+    weight_format = cast(WeightFormat, config.quantization or "plain")
+    kernels = GpuKernels(device(), exact=config.exact, weight_format=weight_format)
     model = load_model(config.model, checkpoint, kernels=kernels)
     cache = kv_cache_config(config, model)
     runner = make_gpu_runner(config, model, cache, device())

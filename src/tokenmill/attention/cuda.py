@@ -13,8 +13,6 @@ import torch
 from tokenmill.attention.backend import AttentionSpec, Rotation
 from tokenmill.errors import ConfigError
 
-FLOAT8 = "float8_e4m3fn"
-
 
 def kv_cache_shape(
     num_blocks: int, block_size: int, num_kv_heads: int, head_size: int

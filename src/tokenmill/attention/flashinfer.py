@@ -21,7 +21,6 @@ from tokenmill.attention.backend import (
     Rotation,
 )
 from tokenmill.attention.cuda import (
-    FLOAT8,
     device_of,
     device_reasons,
     kv_cache_shape,
@@ -29,6 +28,7 @@ from tokenmill.attention.cuda import (
     write_step,
 )
 from tokenmill.attention.reasons import dtype_reasons, exact_reasons, shape_reasons
+from tokenmill.config.dtypes import FLOAT8
 
 DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = (64, 128, 256)

@@ -18,11 +18,11 @@ from tokenmill.attention.backend import (
     Rotation,
 )
 from tokenmill.attention.cuda import (
-    FLOAT8,
     kv_cache_shape,
     refuse_recording,
 )
 from tokenmill.attention.reasons import dtype_reasons, exact_reasons, shape_reasons
+from tokenmill.config.dtypes import FLOAT8
 from tokenmill.kernels.rotary import apply_rotary
 
 DTYPES = ("float32", "bfloat16", "float16")

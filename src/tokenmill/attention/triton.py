@@ -15,13 +15,13 @@ from tokenmill.attention.backend import (
     Rotation,
 )
 from tokenmill.attention.cuda import (
-    FLOAT8,
     device_of,
     device_reasons,
     kv_cache_shape,
     write_step,
 )
 from tokenmill.attention.reasons import dtype_reasons, shape_reasons
+from tokenmill.config.dtypes import FLOAT8
 
 if TYPE_CHECKING:
     from tokenmill.kernels.gpu.attention_config import AttentionConfig

@@ -35,6 +35,8 @@ class EngineArgs:
     On a CPU results are always so."""
     dtype: str = "auto"
     """Type of activations and KV cache: auto, bfloat16, float16 or float32 (the reference)."""
+    quantization: str | None = None
+    """On a GPU: quantise matrices while they are loaded, to fp8 or int4."""
     kv_cache_dtype: str = "auto"
     """Type of the KV cache: auto (as dtype), bfloat16, float16, float32, or int8 with a scale per
     token and head, which is half of bfloat16 (only on a CPU, by the native kernels)."""

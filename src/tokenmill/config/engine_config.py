@@ -94,6 +94,8 @@ class EngineConfig:
     """`cpu` or `cuda`: where the model runs."""
     exact: bool
     """Whether a request's bits do not depend on how it is run; always so on a CPU."""
+    quantization: str | None
+    """Format that matrices are quantised to while they are loaded: `fp8`, `int4`, or none."""
     attention_backend: str
     """Name of the backend, or `auto`: selection knows the machine and says why."""
     kernels: str

@@ -39,6 +39,8 @@ class StepShape:
 _PACKED_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 34, "Q5_1": 36, "Q8_0": 34}
 """Bytes that 32 values of a GGUF block type take where the native kernels keep their codes."""
 _BLOCK_VALUES = 32
+_QUANTIZED_BYTES = {"fp8": 1.001, "int4": 0.5 + 4 / 32}
+"""Of a value of a matrix, scales included: one a row, or scale and minimum of 32 values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Weights:
     dtype: str
     keeps_blocks: bool
     """Whether block types keep their codes; else they become `dtype`."""
+    quantization: str | None = None
+    """What matrices become; the vocabulary's and vectors keep `dtype`."""
 
     @property
     def num_values(self) -> int:
@@ -65,7 +69,13 @@ class Weights:
         block_bytes = _PACKED_BLOCK_BYTES.get(self.formats[name])
         if self.keeps_blocks and block_bytes is not None:
             return num_values // _BLOCK_VALUES * block_bytes
+        if self.quantization is not None and _is_matrix(name, self.shapes[name]):
+            return int(num_values * _QUANTIZED_BYTES[self.quantization])
         return num_values * DTYPE_BYTES[self.dtype]
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and not name.startswith(("model.embed_tokens.", "lm_head."))
 
 
 def kv_bytes_per_token(parameters: ModelParameters, kv_dtype: str) -> int:

@@ -21,7 +21,7 @@ from tokenmill.config.device import (
     choose_kernels,
     flops_per_second,
 )
-from tokenmill.config.dtypes import canonical_dtype, canonical_kv_dtype
+from tokenmill.config.dtypes import FLOAT8, canonical_dtype, canonical_kv_dtype
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import (
     CacheConfig,
@@ -41,6 +41,7 @@ T = TypeVar("T", int, str)
 logger = logging.getLogger(__name__)
 
 POLICIES = ("fcfs", "priority")
+QUANTIZATIONS = ("fp8", "int4")
 DEFAULT_BLOCK_SIZE = 32
 MAX_BLOCK_SIZE = 256
 STEP_SECONDS = 0.1
@@ -88,7 +89,9 @@ def resolve(
     max_model_len = _max_model_len(args, parameters, choices)
     kernels = choose_kernels(device, dtype, machine)
     kv_dtype = _kv_dtype(args, dtype, kernels)
-    weights = Weights(tensor_shapes, tensor_formats, dtype, keeps_blocks=kernels in NATIVE_KERNELS)
+    quantization = _quantization(args, device, dtype)
+    keeps_blocks = kernels in NATIVE_KERNELS
+    weights = Weights(tensor_shapes, tensor_formats, dtype, keeps_blocks, quantization)
     flops = flops_per_second(kernels, num_threads)
     budget = _token_budget(args, weights, parameters, flops, defaults, choices)
     step = StepShape(_max_num_seqs(args, budget, defaults, choices), budget, max_model_len)
@@ -107,6 +110,7 @@ def resolve(
         scheduler=_scheduler(args, step.max_num_seqs, budget, max_model_len, defaults),
         device=device,
         exact=choose_exact(args, device),
+        quantization=quantization,
         attention_backend=args.attention_backend,
         kernels=kernels,
         graphs=_graphs(args),
@@ -158,13 +162,37 @@ def _kv_dtype(args: EngineArgs, dtype: str, kernels: str) -> str:
     if args.kv_cache_dtype == "auto":
         return dtype
     kv_dtype = canonical_kv_dtype(args.kv_cache_dtype)
-    if kv_dtype != dtype and kernels not in NATIVE_KERNELS:
+    if kv_dtype == dtype:
+        return kv_dtype
+    if kv_dtype == FLOAT8:
+        possible, where = kernels == "triton", "a GPU can do"
+    else:
+        possible = kernels in NATIVE_KERNELS
+        where = "the native kernels of a CPU can do, with dtype='bfloat16'"
+    if not possible:
         raise ConfigError(
-            f"kv_cache_dtype={args.kv_cache_dtype!r} differs from dtype={dtype!r}, which only the"
-            f" native kernels of a CPU can do, with dtype='bfloat16'; this engine runs on the"
-            f" {kernels} kernels. Use kv_cache_dtype='auto'."
+            f"kv_cache_dtype={args.kv_cache_dtype!r} differs from dtype={dtype!r}, which only"
+            f" {where}; this engine runs on the {kernels} kernels. Use kv_cache_dtype='auto'."
         )
     return kv_dtype
+
+
+def _quantization(args: EngineArgs, device: str, dtype: str) -> str | None:
+    wanted = args.quantization
+    if wanted is None:
+        return None
+    if wanted not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization={wanted!r} is not one of: {', '.join(QUANTIZATIONS)}."
+            f"{did_you_mean(wanted, QUANTIZATIONS)}"
+        )
+    if device != "cuda" or dtype != "bfloat16":
+        raise ConfigError(
+            f"quantization={wanted!r} needs device='cuda' and dtype='bfloat16'; this engine has"
+            f" device={device!r} and dtype={dtype!r}. On a CPU, take a GGUF file with block"
+            f" weights, which keep their codes."
+        )
+    return wanted
 
 
 def _block_size(args: EngineArgs, choices: _Choices) -> int:

@@ -43,8 +43,9 @@ def load_model(
     """Build the model and fill it, in evaluation mode and without gradients.
 
     It lies on the device of its `kernels` (by default the best of the CPU). Memory holds the
-    weights once, and one tensor more while it is converted. Raises `CheckpointError` that lists every tensor which is missing, unexpected or of a wrong shape, and
-    `ConfigError` for a config that the model's family cannot serve.
+    weights once, and one tensor more while it is converted. Raises `CheckpointError` that lists
+    every tensor which is missing, unexpected or of a wrong shape, and `ConfigError` for a config
+    that the model's family cannot serve.
     """
     hf_config = {
         **model_config.hf_config,

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.memory import GPU_RESERVE_BYTES, format_bytes
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.errors import ConfigError, MemoryBudgetError
-from tokenmill.layers.gpu import GpuKernels
+from tokenmill.layers.gpu import GpuKernels, WeightFormat
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 from tokenmill.sampling.gpu import GpuSampler
@@ -62,7 +62,8 @@ def build_gpu_worker(
             " CUDA that the driver supports, or use device='cpu'."
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    kernels = GpuKernels(device, exact=config.exact)
+    weight_format = cast(WeightFormat, config.quantization or "plain")
+    kernels = GpuKernels(device, exact=config.exact, weight_format=weight_format)
     model = load_model(config.model, checkpoint, on_progress, kernels=kernels)
     weights = torch.cuda.memory_allocated(device)
     planned = kv_cache_config(config, model)

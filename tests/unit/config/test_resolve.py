@@ -370,3 +370,36 @@ def test_devices_that_are_not_there(settings: dict[str, Any], words: str) -> Non
     with pytest.raises(ConfigError) as caught:
         resolved(on=dataclasses.replace(machine(), no_accelerator="no driver"), **settings)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("quantization", "bytes_per_value"), [("fp8", 1.001), ("int4", 0.625)])
+def test_quantized_matrices_take_less_memory(quantization: str, bytes_per_value: float) -> None:
+    plain = resolved(on=gpu_machine())
+    small = resolved(on=gpu_machine(), quantization=quantization)
+    assert small.quantization == quantization
+    num_values = sum(a * b for a, b in SHAPES.values())
+    assert plain.ledger.weights == 2 * num_values
+    assert small.ledger.weights == pytest.approx(bytes_per_value * num_values, rel=1e-3)
+
+
+def test_a_float8_cache_is_half_a_bfloat16_one() -> None:
+    plain = resolved(on=gpu_machine(), num_kv_blocks=100)
+    small = resolved(on=gpu_machine(), num_kv_blocks=100, kv_cache_dtype="fp8")
+    assert small.cache.dtype == "float8_e4m3fn"
+    assert small.ledger.kv_pool * 2 == plain.ledger.kv_pool
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quantization": "fp9"}, "quantization='fp9' is not one of: fp8, int4."),
+        ({"quantization": "fp8", "device": "cpu"}, "quantization='fp8' needs device='cuda'"),
+        ({"quantization": "int4", "dtype": "float32"}, "dtype='float32'"),
+        ({"kv_cache_dtype": "fp8", "device": "cpu"}, "which only a GPU can do"),
+        ({"kv_cache_dtype": "int8"}, "native kernels of a CPU can do"),
+    ],
+)
+def test_formats_that_another_device_has(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(on=gpu_machine(), **settings)
+    assert words in str(caught.value)
