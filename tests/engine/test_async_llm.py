@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import uvloop
 
 from helpers.served import (
     FACTORIES,
@@ -60,8 +63,6 @@ def test_streams_bring_what_each_prompt_brings_alone():
 
 
 def test_the_same_under_uvloop():
-    uvloop = pytest.importorskip("uvloop")
-
     async def main():
         async with serving() as llm:
             streams = [collect(llm, prompt_of(i), params(20)) for i in range(20)]
@@ -430,6 +431,30 @@ def test_a_core_that_cannot_be_built_says_why():
             await AsyncLLM.start(serve_args(), core_factory="helpers.served_core:killed")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.4])
+def test_a_start_that_is_cancelled_leaves_no_process(after):
+    async def main():
+        args = serve_args()
+        starting = asyncio.create_task(
+            AsyncLLM.start(args, core_factory=f"{FACTORIES}:never_ready")
+        )
+        await asyncio.sleep(after)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(main())
+    assert children() == []
+
+
+def children() -> list[str]:
+    """Command lines of this process's children that are cores."""
+    tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [pid for path in tasks for pid in path.read_text().split()]
+    lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
+    return [line for line in lines if "core_process" in line]
 
 
 def test_the_front_end_loads_no_torch():

@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+import uvloop
 
 from helpers.served import collect, prompt_of, serving, until, until_idle
 from helpers.served_core import MARKER, Fault, expected_ids
@@ -25,8 +26,11 @@ async def finished(llm, number, count=8):
     return got.token_ids == expected_ids(prompt_of(number), count)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_streams_outlive_cores_that_are_killed(async_scheduling):
+@pytest.mark.parametrize(
+    ("async_scheduling", "loop_factory"),
+    [(False, asyncio.new_event_loop), (True, uvloop.new_event_loop)],
+)
+def test_streams_outlive_cores_that_are_killed(async_scheduling, loop_factory):
     async def main():
         async with serving(max_num_seqs=8, async_scheduling=async_scheduling) as llm:
             tasks = [
@@ -56,7 +60,8 @@ def test_streams_outlive_cores_that_are_killed(async_scheduling):
             assert stats.num_errors == 0
             await until_idle(llm)
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
 
 
 def test_counters_go_on_where_the_dead_core_stopped():

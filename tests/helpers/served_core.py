@@ -159,6 +159,12 @@ def talkative(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> 
     return fake_core(args, config, on_progress)
 
 
+def never_ready(*args: Any) -> EngineCore:
+    """A core that takes longer to be built than anybody waits."""
+    time.sleep(1000)
+    raise AssertionError("unreachable")
+
+
 def bad_config(*args: Any) -> EngineCore:
     raise ConfigError("there is no such thing.")
 

@@ -6,8 +6,9 @@ import msgspec
 
 from tokenmill.contracts.request import SchedulerStats
 
-_COUNTERS = ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "num_errors")
-"""Fields of `SchedulerStats` that only grow while a core lives."""
+_STATE = ("num_running", "num_waiting", "num_used_blocks", "num_blocks")
+"""Fields of `SchedulerStats` that come and go; all others are counters."""
+_COUNTERS = tuple(name for name in SchedulerStats.__struct_fields__ if name not in _STATE)
 
 
 class EngineStats(SchedulerStats, array_like=True, omit_defaults=True):

@@ -121,7 +121,8 @@ class CoreSupervisor:
         await self._listen()
 
     async def stop(self) -> None:
-        """End the core, by force if it takes its time; may be called twice."""
+        """End the core, by force if it takes its time or is not ready; may be called twice."""
+        grace = _STOP_GRACE if self.is_serving else 0.0
         self.state = CoreState.STOPPED
         for task in self._tasks:
             task.cancel()
@@ -129,7 +130,7 @@ class CoreSupervisor:
         if client is None:
             return
         client.send(wire.Stop())
-        end = time.monotonic() + _STOP_GRACE
+        end = time.monotonic() + grace
         while client.is_alive and time.monotonic() < end:
             await asyncio.sleep(0.01)
         client.close()
