@@ -35,16 +35,16 @@ def test_a_step_that_hangs_is_found():
 
 def test_long_steps_are_progress(monkeypatch):
     """B035, B042."""
-    monkeypatch.setenv(STEP_SECONDS, "0.4")
+    monkeypatch.setenv(STEP_SECONDS, "1.3")
 
     async def main():
-        options = {"step_timeout": 1.0, "heartbeat_timeout": 0.7}
+        options = {"step_timeout": 3.0, "heartbeat_timeout": 1.0}
         async with serving(options=options, max_num_batched_tokens=16) as llm:
-            task = asyncio.create_task(collect(llm, prompt_of(1, 80), params(2)))
+            task = asyncio.create_task(collect(llm, prompt_of(1, 20), params(2)))
             while not task.done():
                 assert llm.is_healthy
                 await asyncio.sleep(0.02)
-            assert task.result().token_ids == expected_ids(prompt_of(1, 80), 2)
+            assert task.result().token_ids == expected_ids(prompt_of(1, 20), 2)
             assert (await llm.stats()).num_restarts == 0
 
     asyncio.run(main())
