@@ -61,6 +61,10 @@ class DeviceSamples(Samples, Protocol):
 class TokenSampler(Protocol):
     """Chooses tokens from logits. Has no state: all randomness comes from seed and position."""
 
+    def warm_up(self) -> None:
+        """Make ready for the first step, whatever it asks for."""
+        ...
+
     def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> Samples:
         """Sample one token from each row of float32 logits [n, vocab_size], which are edited."""
         ...
@@ -85,6 +89,9 @@ class Sampler:
     ) -> None:
         self._edits = edits
         self._chooser = chooser or token_chooser()
+
+    def warm_up(self) -> None:
+        """It is ready."""
 
     def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Sample one token from each row of float32 logits [n, vocab_size], which are edited."""

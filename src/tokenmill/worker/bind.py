@@ -65,7 +65,7 @@ def bind_attention(
                 kv_cache = torch.empty(shape, dtype=dtype, device=device)
                 layers[name].bind(backend.make_impl(spec), kv_cache)
             builder = backend.make_metadata_builder(spec, _limits(config, cache))
-            groups.append(AttentionGroup(index, tuple(names), builder))
+            groups.append(AttentionGroup(index, tuple(names), builder, backend.supports_graphs))
     return groups
 
 

@@ -71,7 +71,7 @@ def build_gpu_worker(
     cache = _fit(planned, step, device)
     runner = make_gpu_runner(config, model, cache, device)
     _annotate(runner)
-    if config.graphs != "off":
+    if config.graphs != "off" and _can_be_captured(runner):
         record = CudaGraphRecorder(
             GraphSizes.default(
                 config.scheduler.max_num_seqs,
@@ -80,8 +80,16 @@ def build_gpu_worker(
             )
         )
         runner.capture(checked(record) if config.graphs == "check" else record)
+    runner.warm_up()
     _log_memory(config, cache, weights, step)
     return Worker(runner, cache)
+
+
+def _can_be_captured(runner: ModelRunner) -> bool:
+    if runner.supports_graphs:
+        return True
+    logger.info("steps are not captured in CUDA graphs: the attention backend plans on the host")
+    return False
 
 
 def make_gpu_runner(

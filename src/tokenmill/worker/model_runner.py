@@ -92,6 +92,8 @@ class AttentionGroup:
     """Index of the KV cache group whose block table they use."""
     layer_names: tuple[str, ...]
     builder: AttentionMetadataBuilder
+    supports_graphs: bool = False
+    """Whether a step's launches may be captured in a CUDA graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,15 @@ class ModelRunner:
         hidden_states = DirectForward(self._model).run(tensors, attn_metadata)
         num_rows = min(self.limits.logits_slab, self.limits.max_num_seqs, len(hidden_states))
         self._model.compute_logits(hidden_states[:num_rows])
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether the launches of a step may be captured in a CUDA graph."""
+        return all(group.supports_graphs for group in self._attention_groups)
+
+    def warm_up(self) -> None:
+        """Let the sampler compile what it may need, so that no request waits for it."""
+        self._sampler.warm_up()
 
     @property
     def graph_stats(self) -> GraphStats:
