@@ -75,8 +75,9 @@ CASES = {
     "exact": Case(config=EXACT, dtype=torch.bfloat16),
     "exact window": Case(config=EXACT, window=30, has_sinks=True, cap=5.0),
 }
-BATCH = [(5, 5), (12, 37), (1, 75), (0, 40), (31, 68), (2, 64), (1, 1)]
+BATCH = [(5, 5), (12, 37), (1, 75), (0, 40), (23, 50), (2, 64), (1, 1)]
 """(tokens of this step, length with them) of each request. 5 and 2 tokens and fewer are split."""
+SHORT_BATCH = [(7, 20), (1, 70), (0, 9), (2, 33)]
 
 
 class Step:
@@ -195,7 +196,7 @@ def test_equals_dense_attention(name, device):
     check(Step(CASES[name], BATCH, device))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_steps(seed, device):
     chooser = random.Random(seed)
     group, num_kv_heads = chooser.choice([1, 3, 4, 7]), chooser.choice([1, 2, 3])
@@ -223,23 +224,23 @@ def test_tiles_of_real_models(dtype, exact, device):
 
 
 def test_without_room_for_partial_results_the_bits_are_the_same(device):
-    step = Step(CASES["grouped"], BATCH, device)
+    step = Step(CASES["grouped"], SHORT_BATCH, device)
     full = step.attend()
-    for max_values in (0, 1500):
+    for max_values in (0, 700):
         assert torch.equal(step.attend(workspace=step.workspace(max_values=max_values)), full)
 
 
 def test_bounds_of_a_graph_do_not_change_the_bits(device):
-    step = Step(CASES["grouped"], BATCH, device)
+    step = Step(CASES["grouped"], SHORT_BATCH, device)
     found = step.attend(max_seq_len=1000, workspace=step.workspace(max_seq_len=1000))
     assert torch.equal(found, step.attend())
 
 
 @pytest.mark.parametrize("name", ["grouped", "sinks", "exact"])
 def test_a_request_has_the_same_bits_alone(name, device):
-    step = Step(CASES[name], BATCH, device)
-    together = step.attend().split([n for n, _ in BATCH])
-    for req, (query_len, length) in enumerate(BATCH):
+    step = Step(CASES[name], SHORT_BATCH, device)
+    together = step.attend().split([n for n, _ in SHORT_BATCH])
+    for req, (query_len, length) in enumerate(SHORT_BATCH):
         if query_len:
             alone = step.part(req, length - query_len, length).attend()
             assert torch.equal(alone, together[req])
@@ -275,7 +276,7 @@ def replace_query(step: Step, query: torch.Tensor) -> Step:
 
 
 def test_rows_and_blocks_may_lie_apart(device):
-    step = Step(CASES["grouped"], BATCH, device)
+    step = Step(CASES["grouped"], SHORT_BATCH, device)
     expected = step.attend()
     wide = torch.full((len(step.query), 400), NAN, device=device)
     wide[:, 10:202] = step.query
@@ -285,7 +286,7 @@ def test_rows_and_blocks_may_lie_apart(device):
 
 
 def test_a_plan_serves_many_layers(device):
-    step = Step(CASES["window"], BATCH, device)
+    step = Step(CASES["window"], SHORT_BATCH, device)
     workspace = step.workspace()
     plan_attention(
         step.starts,
