@@ -92,9 +92,10 @@ def test_float8_weights_and_cache_stay_near_bfloat16(tiny_llama):
         generate(gpu_engine(tiny_llama, **settings, **more), prompt, params)[0].prompt_logprobs
         for more in ({}, {"quantization": "fp8", "kv_cache_dtype": "fp8"})
     )
-    differences = [
-        abs(small[i][token].logprob - plain[i][token].logprob)
-        for i, token in enumerate(prompt[0])
-        if i
-    ]
-    assert 0 < sum(differences) / len(differences) < 0.3
+    found, wanted = (
+        [entries[i][token].logprob for i, token in enumerate(prompt[0]) if i]
+        for entries in (small, plain)
+    )
+    off = sum(abs(mine - theirs) for mine, theirs in zip(found, wanted, strict=True))
+    # Weights are so large that logits spread over some 20; float8 has three bits of a value.
+    assert 0 < off < 0.15 * sum(abs(value) for value in wanted)
