@@ -3,6 +3,7 @@
     row_params.py    what each row asks for, as columns of a table
     metadata.py      the columns of one step's logits
     sampler.py       the order of things
+    gpu.py           the same on a GPU, which nobody waits for
     grammar_mask.py  which tokens a grammar allows
     transforms.py    edits of the logits before the choice; one class each
     random.py        noise as a pure function of (seed, position, token id)

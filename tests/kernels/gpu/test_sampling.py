@@ -220,6 +220,19 @@ def test_flat_rows(device: str) -> None:
     assert found[0][4] <= 1
 
 
+def test_a_mass_that_meets_top_p_exactly_suffices(device: str) -> None:
+    """Two of eight equal tokens are a quarter; seeds draw the second of them, and the third."""
+    logits = [0.5] * 8
+    seeds = [seed_that_draws(1, [0, 1], logits), seed_that_draws(2, [0, 1, 2], logits)]
+    columns = random_columns([{"top_p": 0.25}, {"top_p": 0.25, "top_k": 8}])
+    columns.random.position[:] = 0
+    columns.random.seed[:] = seeds
+    found = on_device(torch.tensor([logits] * 2), columns, device)
+    assert found == on_host(torch.tensor([logits] * 2), columns)
+    assert found[0][0] == 1
+    assert found[0][1] in (0, 1)
+
+
 def test_zeros_of_either_sign_are_one_number(device: str) -> None:
     logits = torch.tensor([[-1.0, -0.0, 0.0, -0.0], [-2.0, -1.0, 0.0, -0.0]])
     columns = random_columns([GREEDY, GREEDY])

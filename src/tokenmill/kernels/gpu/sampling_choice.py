@@ -177,7 +177,6 @@ def _last_kept(
         if top_p < 1.0:  # nothing surely stays: what is listed is all that top-k has left
             upto, _, _, _ = _weigh_open(source, lo, hi, hi, hi, hi, 0, _MASSES, MAX_LISTED, BLOCK)
             target = mass_target(upto, top_p)
-            below = below * 0
     if top_p < 1.0:
         hi, below, upto = _search(
             source, lo, hi, below, upto, target, 0, _MASSES, MAX_LISTED, BLOCK
