@@ -37,9 +37,10 @@ _TILE = 1024
 """Tokens whose noise is in registers at once."""
 _BLOCK = 1024
 """Open tokens that the last kernel looks at at once."""
-_MAX_LISTED = 8192
+_MAX_LISTED = 16384
 """Tokens of a row that may be open when the last kernel begins; with more it still works, but reads
-all logits again and again. Two passes of eight pivots usually leave some hundred."""
+all logits again and again. Two passes of eight pivots usually leave some hundred; thousands where
+logits are rounded to bfloat16, so that many are equal."""
 
 
 class SamplingWorkspace(NamedTuple):
