@@ -26,13 +26,14 @@ class DeviceDefaults:
     max_num_batched_tokens: int
     """Most tokens of a step, if its time allows so many."""
     kv_cache_memory_fraction: float
+    block_size: int
     async_scheduling: bool
     exact: bool
 
 
 DEFAULTS = {
-    "cpu": DeviceDefaults(128, 2_048, 0.5, async_scheduling=False, exact=True),
-    "cuda": DeviceDefaults(256, 8_192, 0.9, async_scheduling=True, exact=True),
+    "cpu": DeviceDefaults(128, 2_048, 0.5, 32, async_scheduling=False, exact=True),
+    "cuda": DeviceDefaults(256, 8_192, 0.9, 64, async_scheduling=True, exact=True),
 }
 
 

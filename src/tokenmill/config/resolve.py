@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = ("fp8", "int4")
-DEFAULT_BLOCK_SIZE = 32
 MAX_BLOCK_SIZE = 256
 STEP_SECONDS = 0.1
 """A step should stay under this, so that the others' tokens keep flowing beside a long prompt."""
@@ -84,7 +83,7 @@ def resolve(
     device = _device(args, machine, choices)
     defaults = DEFAULTS[device]
     dtype = _dtype(args, device, choices)
-    block_size = _block_size(args, choices)
+    block_size = _block_size(args, defaults, choices)
     num_threads = _num_threads(args, machine, choices)
     max_model_len = _max_model_len(args, parameters, choices)
     kernels = choose_kernels(device, dtype, machine)
@@ -195,10 +194,10 @@ def _quantization(args: EngineArgs, device: str, dtype: str) -> str | None:
     return wanted
 
 
-def _block_size(args: EngineArgs, choices: _Choices) -> int:
+def _block_size(args: EngineArgs, defaults: DeviceDefaults, choices: _Choices) -> int:
     size = args.block_size
     if size is None:
-        return choices.choose("block_size", DEFAULT_BLOCK_SIZE, "fits the tiles of CPU kernels")
+        return choices.choose("block_size", defaults.block_size, "fits the tiles of the kernels")
     if size < 1 or size > MAX_BLOCK_SIZE or size & (size - 1):
         nearest = min(1 << max(size - 1, 0).bit_length(), MAX_BLOCK_SIZE)
         raise ConfigError(
