@@ -30,15 +30,14 @@ from torch.nn import functional
 
 from tokenmill.kernels.gpu.gemm_bf16 import matmul_exact
 from tokenmill.kernels.gpu.gemm_config import (
-    MMA_LARGE,
-    MMA_TILES,
-    WGMMA_LARGE,
-    WGMMA_TILES,
+    TILES,
+    Instruction,
     SplitWorkspace,
     TileConfig,
     choose_segments,
     choose_tile,
     segment_depth,
+    tiles_of,
 )
 
 SHAPES = {
@@ -163,7 +162,7 @@ def all_kernels() -> list[tuple[TileConfig, int]]:
         for num_columns, depth in SHAPES.values():
             for segments in segment_choices(tile, num_columns, depth):
                 found[tile, segments] = None
-    tables = [*(tile for _, tile in (*WGMMA_TILES, *MMA_TILES)), WGMMA_LARGE, MMA_LARGE]
+    tables = [*tiles_of(TILES["wgmma"]), *tiles_of(TILES["mma"])]
     for tile, segments in itertools.product(tables, (1, 2, 4, 8)):
         found[tile, segments] = None
     return list(found)
@@ -216,12 +215,12 @@ def check_bits(workspace: SplitWorkspace) -> None:
             matmul_exact(part, weight, None, out, workspace, tile=tile, num_segments=segments)
             return out
 
-        wanted = product(slice(0, 1000), choose_tile(1000))
+        wanted = product(slice(0, 1000), choose_tile(1000, num_columns, segments))
         close = torch.allclose(wanted, x.float() @ weight.float().t(), rtol=1e-3, atol=1e-2)
-        differ = {"wgmma": [], "mma": []}
+        differ: dict[Instruction, list[int]] = {"wgmma": [], "mma": []}
         for instruction, found in differ.items():
-            for num_rows in (1, 2, 7, 16, 17, 33, 64, 65, 128, 129, 300):
-                tile = choose_tile(num_rows, instruction)
+            for num_rows in (1, 2, 7, 16, 17, 33, 64, 65, 128, 129, 300, 600):
+                tile = choose_tile(num_rows, num_columns, segments, instruction)
                 first = product(slice(0, num_rows), tile)
                 last = product(slice(1000 - num_rows, 1000), tile)
                 if not (

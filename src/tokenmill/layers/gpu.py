@@ -50,13 +50,14 @@ class GpuKernels:
         *,
         exact: bool,
         weight_format: WeightFormat = "plain",
-        most_own_rows: int = 0,
+        most_own_rows: int = 32,
     ) -> None:
         """With `exact`, a row's result does not depend on how many rows there are.
 
-        Without it, products of at most `most_own_rows` rows run on our kernels nevertheless, larger
-        ones on torch's, which choose another order of summation for another number of rows. Another
-        `weight_format` than plain takes models in bfloat16; their vocabulary stays plain.
+        Without it, 16-bit products of at most `most_own_rows` rows run on our kernels nevertheless
+        (up to the default they were the faster ones on an H200), larger ones on torch's, which
+        choose another order of summation for another number of rows. Another `weight_format` than
+        plain takes models in bfloat16; their vocabulary stays plain.
         """
         self.device = device
         self.exact = exact
@@ -108,9 +109,10 @@ class GpuKernels:
             assert isinstance(out, torch.Tensor)
             gated_activation(gate_up, "silu", out)
 
-    def runs_own(self, num_rows: int) -> bool:
+    def runs_own(self, num_rows: int, dtype: torch.dtype) -> bool:
         """Whether a product of so many rows runs on a kernel of ours where torch has one, too."""
-        return self.exact or num_rows <= self.most_own_rows
+        is_faster = num_rows <= self.most_own_rows and dtype != torch.float32
+        return self.exact or is_faster
 
 
 class GpuLinearMethod(nn.Module):
@@ -135,7 +137,7 @@ class GpuLinearMethod(nn.Module):
         self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype
     ) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        if self._kernels.runs_own(len(x)):
+        if self._kernels.runs_own(len(x), self.weight.dtype):
             out = x.new_empty(len(x), len(self.weight), dtype=out_dtype)
             matmul_exact(x, self.weight, bias, out, self._kernels.workspace)
             return out
@@ -183,7 +185,7 @@ class Fp8LinearMethod(nn.Module):
             x = rows
         assert isinstance(x, Float8Rows)
         if (
-            self._kernels.runs_own(len(x))
+            self._kernels.runs_own(len(x), self.codes.dtype)
             or not self._fits_torch
             or bias is not None
             or out_dtype != torch.bfloat16

@@ -10,22 +10,18 @@ import torch
 
 from tokenmill.kernels.gpu.gemm_bf16 import matmul_exact, matmul_reference
 from tokenmill.kernels.gpu.gemm_config import (
-    FMA_LARGE,
-    FMA_TILES,
-    MMA_LARGE,
-    MMA_TILES,
-    WGMMA_LARGE,
-    WGMMA_MEDIUM,
-    WGMMA_TILES,
+    TILES,
+    Instruction,
     SplitWorkspace,
     TileConfig,
     choose_segments,
     choose_tile,
     segment_depth,
+    tiles_of,
 )
 
-_TABLES = (*WGMMA_TILES, *MMA_TILES)
-ALL_TILES = [*(tile for _, tile in _TABLES), WGMMA_MEDIUM, WGMMA_LARGE, MMA_LARGE]
+WGMMA_TILES = tiles_of(TILES["wgmma"])
+ALL_TILES = [*WGMMA_TILES, *tiles_of(TILES["mma"])]
 SMALL = TileConfig(16, 64, 64, 4, 3, weight_first=True, segments_in_grid=True)
 
 
@@ -145,7 +141,7 @@ def test_rows_of_wider_tensors(device: str, workspace: SplitWorkspace) -> None:
     assert target[:, 60:].isnan().all()
 
 
-@pytest.mark.parametrize("tile", [FMA_TILES[0][1], FMA_LARGE], ids=tile_id)
+@pytest.mark.parametrize("tile", tiles_of(TILES["fma"]), ids=tile_id)
 def test_float32(tile: TileConfig, device: str, workspace: SplitWorkspace) -> None:
     x, weight = (values(n, 200, device=device, dtype=torch.float32) for n in (70, 66))
     out = product(x, weight, workspace, tile=tile, num_segments=2)
@@ -192,10 +188,22 @@ def test_a_row_has_the_same_bits_in_every_tile(device: str, workspace: SplitWork
     outputs = [
         product(x[:num_rows], weight, workspace, num_segments=2)[:1] for num_rows in (1, 20, 130)
     ]
-    tiles = [tile for tile in ALL_TILES if tile.instruction == "wgmma"]
-    outputs += [product(x[:3], weight, workspace, tile=t, num_segments=2)[:1] for t in tiles]
+    outputs += [
+        product(x[:3], weight, workspace, tile=tile, num_segments=2)[:1] for tile in WGMMA_TILES
+    ]
     for out in outputs[1:]:
         assert torch.equal(out, outputs[0])
+
+
+def test_segments_in_registers_are_added_as_those_in_memory(
+    device: str, workspace: SplitWorkspace
+) -> None:
+    """Whoever adds them, and also where the last is shorter than a step."""
+    for depth in (256, 384, 300, 520):
+        x, weight = values(20, depth, device=device), values(70, depth, device=device)
+        tiles = [replace(SMALL, block_k=128, segments_in_grid=in_grid) for in_grid in (True, False)]
+        outs = [product(x, weight, workspace, tile=tile, num_segments=3) for tile in tiles]
+        assert torch.equal(*outs)
 
 
 def test_many_calls_on_one_workspace(device: str, workspace: SplitWorkspace) -> None:
@@ -226,21 +234,38 @@ def test_segments_depend_on_the_weight_alone_and_fill_the_card() -> None:
     assert choose_segments(576, 576) == 1
 
 
+SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (1536, 8192)]
+MANY_ROWS = [1, 16, 17, 64, 65, 128, 129, 256, 300, 512, 1024, 8192]
+
+
 @pytest.mark.parametrize("instruction", ["wgmma", "mma"])
-def test_a_table_has_one_instruction(instruction: str) -> None:
-    for num_rows in (1, 16, 17, 64, 65, 128, 129, 8192):
-        assert choose_tile(num_rows, instruction).instruction == instruction
+def test_a_table_has_one_instruction(instruction: Instruction) -> None:
+    for num_rows in MANY_ROWS:
+        for num_columns, depth in SHAPES:
+            segments = choose_segments(num_columns, depth)
+            tile = choose_tile(num_rows, num_columns, segments, instruction)
+            assert tile.instruction == instruction
+            assert tile in tiles_of(TILES[instruction])
+
+
+def test_a_narrow_product_has_smaller_tiles() -> None:
+    assert choose_tile(64, 28672, 1).block_n > choose_tile(64, 4096, 2).block_n
+    assert choose_tile(8192, 4096, 2).block_m > choose_tile(512, 4096, 2).block_m
+    # So few tiles that each segment gets a program of its own.
+    assert choose_tile(256, 2048, 4).segments_in_grid
+    assert not choose_tile(8192, 2048, 4).segments_in_grid
 
 
 def test_the_workspace_holds_what_the_tables_choose() -> None:
     workspace = SplitWorkspace.allocate("meta")
-    shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (2048, 8192)]
-    for num_rows in (1, 16, 32, 64, 128):
-        for num_columns, depth in shapes:
-            tile = choose_tile(num_rows)
-            tiles = -(-num_rows // tile.block_m) * -(-num_columns // tile.block_n)
-            segments = choose_segments(num_columns, depth)
-            assert workspace.holds(tiles, segments, tile.block_m * tile.block_n)
+    for num_rows in (*range(1, 130, 8), *range(130, 5000, 61)):
+        for num_columns in (*range(64, 9000, 192), 28672, 128256):
+            for depth in (512, 4096, 16384):
+                segments = choose_segments(num_columns, depth)
+                tile = choose_tile(num_rows, num_columns, segments)
+                if tile.segments_in_grid and segments > 1:
+                    tiles = -(-num_rows // tile.block_m) * -(-num_columns // tile.block_n)
+                    assert workspace.holds(tiles, segments, tile.block_m * tile.block_n)
 
 
 def test_torch_op(device: str, workspace: SplitWorkspace) -> None:

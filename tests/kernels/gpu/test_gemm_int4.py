@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmill.kernels.gpu.gemm_config import SplitWorkspace
+from tokenmill.kernels.gpu.gemm_config import SplitWorkspace, tiles_of
 from tokenmill.kernels.gpu.gemm_int4 import (
-    INT4_LARGE,
     INT4_TILES,
     Int4Tile,
-    choose_int4_tile,
     matmul_int4,
     matmul_int4_reference,
 )
@@ -24,7 +22,7 @@ from tokenmill.kernels.gpu.int4 import (
     unpack_scales,
 )
 
-ALL_TILES = [*(tile for _, tile in INT4_TILES), INT4_LARGE]
+ALL_TILES = tiles_of(INT4_TILES)
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +190,8 @@ def test_a_row_has_the_same_bits_in_every_tile(device: str, workspace: SplitWork
         assert torch.equal(part, wanted[:num_rows])
 
 
-def test_the_tables_keep_one_instruction() -> None:
-    for num_rows in (1, 16, 17, 64, 128, 129, 8192):
-        tile = choose_int4_tile(num_rows)
+def test_the_table_keeps_one_instruction() -> None:
+    for tile in ALL_TILES:
         assert tile.block_n >= 64
         assert tile.num_warps % 4 == 0
 

@@ -130,11 +130,12 @@ def test_a_norm_starts_and_continues_the_stream() -> None:
     assert torch.equal(residual, wanted_residual)
 
 
+@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_gated_block(dtype: torch.dtype) -> None:
+def test_a_gated_block(dtype: torch.dtype, exact: bool) -> None:
     weights: dict[str, torch.Tensor] = {}
     blocks = []
-    for chosen in (kernels(), PlainKernels(DEVICE)):
+    for chosen in (kernels(exact=exact, most_own_rows=32), PlainKernels(DEVICE)):
         with chosen.device:
             block = GatedMLP(32, 72, bias=False, dtype=dtype, kernels=chosen)
         fill(block.gate_up_proj, "mlp.gate_up_proj", weights)

@@ -11,19 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from tokenmill.kernels.gpu.gemm_config import (
-    FMA_LARGE,
-    FMA_TILES,
-    MMA_LARGE,
-    MMA_TILES,
-    WGMMA_LARGE,
-    WGMMA_MEDIUM,
-    WGMMA_TILES,
-    Instruction,
-    SplitWorkspace,
-    TileConfig,
-    choose_tile,
-)
+from tokenmill.kernels.gpu.gemm_config import TILES, SplitWorkspace, TileConfig, tiles_of
 from tokenmill.kernels.gpu.gemm_tiles import launch_product, product_case
 from tokenmill.kernels.gpu.launch import CompileCase, define_op
 
@@ -46,9 +34,10 @@ def matmul_exact(
     chosen by N and K) is the same.
     """
     assert x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    instruction: Instruction = "fma" if x.dtype == torch.float32 else "wgmma"
-    tile = tile or choose_tile(len(x), instruction, num_columns=len(weight))
-    launch_product(x, weight, out, workspace, tile, bias=bias, num_segments=num_segments)
+    table = TILES["fma" if x.dtype == torch.float32 else "wgmma"]
+    launch_product(
+        x, weight, out, workspace, table, tile=tile, bias=bias, num_segments=num_segments
+    )
 
 
 def matmul_reference(
@@ -91,14 +80,13 @@ define_op(
 
 def compile_cases() -> list[CompileCase]:
     """Every tile of the tables: a narrow weight in four segments, a wide one in one."""
-    tables = (*WGMMA_TILES, *MMA_TILES)
-    tiles = [*(tile for _, tile in tables), WGMMA_MEDIUM, WGMMA_LARGE, MMA_LARGE]
+    tiles = [*tiles_of(TILES["wgmma"]), *tiles_of(TILES["mma"])]
+    few, large = tiles[0], tiles_of(TILES["wgmma"])[-2]
     return [
         *(_case(tile, segments) for tile in tiles for segments in (1, 4)),
-        _case(replace(WGMMA_LARGE, use_descriptors=False), 1),
-        _case(replace(WGMMA_TILES[0][1], use_descriptors=False), 4),
-        _case(FMA_TILES[0][1], 4, "fp32"),
-        _case(FMA_LARGE, 4, "fp32"),
+        _case(replace(few, use_descriptors=False), 4),
+        _case(replace(large, use_descriptors=False), 1),
+        *(_case(tile, 4, "fp32") for tile in tiles_of(TILES["fma"])),
     ]
 
 

@@ -12,7 +12,7 @@ So the bits of a row do not depend on how many rows there are, although the tile
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -31,6 +31,22 @@ _FEWEST_PROGRAMS = 128
 _SHORTEST_SEGMENT = 512
 _MOST_SEGMENTS = 8
 _COLUMNS_PER_PROGRAM = 64
+
+
+class Tile(Protocol):
+    """What the choice of a tile depends on."""
+
+    @property
+    def block_m(self) -> int: ...
+
+    @property
+    def block_n(self) -> int: ...
+
+    @property
+    def segments_in_grid(self) -> bool: ...
+
+
+T = TypeVar("T", bound=Tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,46 +81,86 @@ class TileConfig:
         return "wgmma" if first >= 64 and self.num_warps % 4 == 0 else "mma"
 
 
-WGMMA_TILES: tuple[tuple[int, TileConfig], ...] = (
-    (16, TileConfig(16, 64, 128, 4, 5, weight_first=True, segments_in_grid=True)),
-    (32, TileConfig(32, 64, 128, 4, 4, weight_first=True, segments_in_grid=True)),
-    (64, TileConfig(64, 128, 64, 4, 4, weight_first=True, segments_in_grid=True)),
-    (128, TileConfig(128, 128, 64, 8, 3, weight_first=True, segments_in_grid=True)),
-)
-"""(most rows, tile) from few rows to many."""
+class Choice(NamedTuple, Generic[T]):
+    """One tile of a table."""
 
-WGMMA_MEDIUM = TileConfig(128, 128, 64, 8, 4, weight_first=False, segments_in_grid=False)
-"""For more rows than the table has, as long as larger tiles leave multiprocessors without work."""
-WGMMA_LARGE = TileConfig(256, 128, 64, 8, 4, weight_first=False, segments_in_grid=False)
-"""For still more rows."""
-
-MMA_TILES: tuple[tuple[int, TileConfig], ...] = (
-    (16, TileConfig(16, 32, 128, 4, 5, weight_first=False, segments_in_grid=True)),
-    (32, TileConfig(32, 64, 128, 4, 4, weight_first=False, segments_in_grid=True)),
-)
-MMA_LARGE = TileConfig(32, 128, 64, 4, 4, weight_first=False, segments_in_grid=False)
+    tile: T
+    least_programs: int
+    """It is taken if so many programs compute a product; 0 for the last resort."""
 
 
-FMA_TILES: tuple[tuple[int, TileConfig], ...] = (
-    (16, TileConfig(16, 64, 32, 4, 3, weight_first=False, segments_in_grid=True)),
-)
-FMA_LARGE = TileConfig(64, 64, 32, 8, 3, weight_first=False, segments_in_grid=False)
-"""Of float32: no matrix instruction has its precision."""
+Table = tuple[tuple[int, tuple[Choice[T], ...]], ...]
+"""(most rows of x, tiles from large to small) from few rows to many."""
+
+ANY_ROWS = 1 << 62
+ONE_WAVE = 112
+"""Programs that keep most of the 132 multiprocessors of an H200 at work."""
+HALF_WAVE = 67
+TWO_WAVES = 192
+"""Programs enough for two on many a multiprocessor: one loads while the other multiplies."""
+
+
+def _few(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> TileConfig:
+    return TileConfig(block_m, block_n, block_k, warps, stages, True, segments_in_grid=True)
+
+
+def _many(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> TileConfig:
+    return TileConfig(block_m, block_n, block_k, warps, stages, False, segments_in_grid=False)
+
+
+def _warp(block_m: int, block_n: int, block_k: int, stages: int) -> TileConfig:
+    return TileConfig(block_m, block_n, block_k, 4, stages, False, segments_in_grid=True)
+
+
+TILES: dict[Instruction, Table[TileConfig]] = {
+    "wgmma": (
+        (16, (Choice(_few(16, 64, 128, 4, 5), 0),)),
+        (32, (Choice(_few(32, 64, 128, 4, 4), 0),)),
+        (64, (Choice(_few(64, 128, 64, 4, 4), TWO_WAVES), Choice(_few(64, 64, 128, 4, 4), 0))),
+        (128, (Choice(_few(128, 128, 64, 8, 3), TWO_WAVES), Choice(_few(128, 64, 64, 4, 4), 0))),
+        (
+            ANY_ROWS,
+            (
+                Choice(_many(256, 128, 64, 8, 4), ONE_WAVE),
+                Choice(_many(128, 128, 64, 8, 4), HALF_WAVE),
+                Choice(_few(128, 128, 64, 8, 3), 0),
+            ),
+        ),
+    ),
+    "mma": (
+        (16, (Choice(_warp(16, 32, 128, 5), 0),)),
+        (32, (Choice(_warp(32, 64, 128, 4), 0),)),
+        (ANY_ROWS, (Choice(_many(32, 128, 64, 4, 4), 0),)),
+    ),
+    "fma": (
+        (16, (Choice(_warp(16, 64, 32, 3), 0),)),
+        (ANY_ROWS, (Choice(_many(64, 64, 32, 8, 3), 0),)),
+    ),
+}
+"""As they were fastest on an H200. There wgmma and mma round alike, so that their tiles might be
+mixed; nothing promises that of other GPUs."""
 
 
 def choose_tile(
-    num_rows: int, instruction: Instruction = "wgmma", *, num_columns: int = 1 << 16
+    num_rows: int, num_columns: int, num_segments: int, instruction: Instruction = "wgmma"
 ) -> TileConfig:
-    """The tile for this many rows, all of one instruction."""
-    tiles, large = {
-        "wgmma": (WGMMA_TILES, WGMMA_LARGE),
-        "mma": (MMA_TILES, MMA_LARGE),
-        "fma": (FMA_TILES, FMA_LARGE),
-    }[instruction]
-    if large is WGMMA_LARGE:
-        programs = cdiv(num_rows, large.block_m) * cdiv(num_columns, large.block_n)
-        large = large if programs >= _FEWEST_PROGRAMS else WGMMA_MEDIUM
-    return next((tile for most_rows, tile in tiles if num_rows <= most_rows), large)
+    """The tile for x [num_rows, K] and a weight [num_columns, K] in so many segments."""
+    return pick_tile(TILES[instruction], num_rows, num_columns, num_segments)
+
+
+def pick_tile(table: Table[T], num_rows: int, num_columns: int, num_segments: int) -> T:
+    """The first tile for so many rows that gives the multiprocessors enough to do."""
+    choices = next(choices for most_rows, choices in table if num_rows <= most_rows)
+    for tile, least_programs in choices:
+        programs = cdiv(num_rows, tile.block_m) * cdiv(num_columns, tile.block_n)
+        if programs * (num_segments if tile.segments_in_grid else 1) >= least_programs:
+            return tile
+    raise AssertionError("a table's last choice takes any number of programs")
+
+
+def tiles_of(table: Table[T]) -> list[T]:
+    """All tiles of a table."""
+    return [choice.tile for _, choices in table for choice in choices]
 
 
 def choose_segments(num_columns: int, depth: int) -> int:
@@ -177,9 +233,9 @@ class SplitWorkspace:
 
     @classmethod
     def allocate(
-        cls, device: torch.device | str, num_values: int = 1 << 23, num_tiles: int = 1 << 14
+        cls, device: torch.device | str, num_values: int = 9 << 20, num_tiles: int = 1 << 14
     ) -> SplitWorkspace:
-        """A workspace that holds every tile the tables choose (32 MiB)."""
+        """A workspace that holds every tile the tables choose (36 MiB)."""
         return cls(
             torch.empty(num_values, dtype=torch.float32, device=device),
             torch.zeros(num_tiles, dtype=torch.int32, device=device),

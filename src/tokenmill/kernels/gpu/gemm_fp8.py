@@ -12,20 +12,39 @@ from __future__ import annotations
 
 import torch
 
-from tokenmill.kernels.gpu.gemm_config import SplitWorkspace, TileConfig
+from tokenmill.kernels.gpu.gemm_config import (
+    ANY_ROWS,
+    HALF_WAVE,
+    TWO_WAVES,
+    Choice,
+    SplitWorkspace,
+    Table,
+    TileConfig,
+    tiles_of,
+)
 from tokenmill.kernels.gpu.gemm_tiles import launch_product, product_case
 from tokenmill.kernels.gpu.launch import CompileCase, define_op
 from tokenmill.kernels.gpu.row_quantization import quantize_rows_reference
 
-FP8_TILES: tuple[tuple[int, TileConfig], ...] = (
-    (16, TileConfig(16, 64, 128, 4, 8, True, True, most_imprecise=128)),
-    (32, TileConfig(32, 64, 128, 4, 6, True, True, most_imprecise=128)),
-    (64, TileConfig(64, 128, 128, 4, 4, True, True, most_imprecise=128)),
-    (128, TileConfig(128, 128, 128, 8, 3, True, True, most_imprecise=128)),
+
+def _few(block_m: int, block_n: int, warps: int, stages: int) -> TileConfig:
+    return TileConfig(block_m, block_n, 128, warps, stages, True, True, most_imprecise=128)
+
+
+FP8_TILES: Table[TileConfig] = (
+    (16, (Choice(_few(16, 64, 4, 8), 0),)),
+    (32, (Choice(_few(32, 64, 4, 6), 0),)),
+    (64, (Choice(_few(64, 128, 4, 4), TWO_WAVES), Choice(_few(64, 64, 4, 6), 0))),
+    (128, (Choice(_few(128, 128, 8, 3), TWO_WAVES), Choice(_few(128, 64, 4, 4), 0))),
+    (
+        ANY_ROWS,
+        (
+            Choice(TileConfig(128, 128, 128, 8, 3, False, False, most_imprecise=128), HALF_WAVE),
+            Choice(_few(128, 128, 8, 3), 0),
+        ),
+    ),
 )
-FP8_LARGE = TileConfig(128, 128, 128, 8, 3, False, False, most_imprecise=128)
-"""(most rows, tile), and for more rows. All step by 128 along K: where a sum goes to float32 is
-part of its order."""
+"""All step by 128 along K: where a sum goes to float32 is part of its order."""
 
 
 def matmul_fp8(
@@ -52,7 +71,8 @@ def matmul_fp8(
         weight,
         out,
         workspace,
-        tile or choose_fp8_tile(len(x)),
+        FP8_TILES,
+        tile=tile,
         x_scale=x_scale,
         weight_scale=weight_scale,
         bias=bias,
@@ -109,11 +129,6 @@ def dequantize_fp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return codes.to(torch.float32).double() * scale.double()[:, None]
 
 
-def choose_fp8_tile(num_rows: int) -> TileConfig:
-    """The tile for this many rows."""
-    return next((tile for most_rows, tile in FP8_TILES if num_rows <= most_rows), FP8_LARGE)
-
-
 def _matmul_fp8_op(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -153,6 +168,6 @@ def compile_cases() -> list[CompileCase]:
     """Every tile, for a narrow weight in four segments and a wide one in one."""
     return [
         product_case("matmul_fp8", tile, num_segments, "fp8e4nv", "bf16", scaled=True)
-        for tile in (*(tile for _, tile in FP8_TILES), FP8_LARGE)
+        for tile in tiles_of(FP8_TILES)
         for num_segments in (1, 4)
     ]

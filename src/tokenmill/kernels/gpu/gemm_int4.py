@@ -14,7 +14,18 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.dot import IS_INTERPRETED, dot
-from tokenmill.kernels.gpu.gemm_config import SplitWorkspace, choose_segments, segment_depth
+from tokenmill.kernels.gpu.gemm_config import (
+    ANY_ROWS,
+    HALF_WAVE,
+    TWO_WAVES,
+    Choice,
+    SplitWorkspace,
+    Table,
+    choose_segments,
+    pick_tile,
+    segment_depth,
+    tiles_of,
+)
 from tokenmill.kernels.gpu.gemm_tiles import leave_segment, sum_segments, tile_of_program
 from tokenmill.kernels.gpu.int4 import DEPTH_MULTIPLE, PackedInt4, half_unit
 from tokenmill.kernels.gpu.launch import CompileCase, cdiv, define_op
@@ -36,14 +47,28 @@ class Int4Tile:
     group_m: int = 8
 
 
-INT4_TILES: tuple[tuple[int, Int4Tile], ...] = (
-    (16, Int4Tile(16, 64, 4, 6, segments_in_grid=True)),
-    (32, Int4Tile(32, 64, 4, 5, segments_in_grid=True)),
-    (64, Int4Tile(64, 128, 8, 4, segments_in_grid=True)),
-    (128, Int4Tile(128, 128, 8, 3, segments_in_grid=True)),
+INT4_TILES: Table[Int4Tile] = (
+    (16, (Choice(Int4Tile(16, 64, 4, 6, True), 0),)),
+    (32, (Choice(Int4Tile(32, 64, 4, 5, True), 0),)),
+    (
+        64,
+        (Choice(Int4Tile(64, 128, 8, 4, True), TWO_WAVES), Choice(Int4Tile(64, 64, 4, 5, True), 0)),
+    ),
+    (
+        128,
+        (
+            Choice(Int4Tile(128, 128, 8, 3, True), TWO_WAVES),
+            Choice(Int4Tile(128, 64, 4, 4, True), 0),
+        ),
+    ),
+    (
+        ANY_ROWS,
+        (
+            Choice(Int4Tile(128, 128, 8, 3, False), HALF_WAVE),
+            Choice(Int4Tile(128, 128, 8, 3, True), 0),
+        ),
+    ),
 )
-INT4_LARGE = Int4Tile(128, 128, 8, 3, segments_in_grid=False)
-"""(most rows, tile), and for more rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +110,9 @@ def matmul_int4(
     assert bias is None or bias.shape == (num_columns,)
     if num_rows == 0 or num_columns == 0:
         return
-    tile = tile or choose_int4_tile(num_rows)
     per_segment = segment_depth(depth, num_segments or choose_segments(num_columns, depth))
     num_segments = cdiv(depth, per_segment)
+    tile = tile or pick_tile(INT4_TILES, num_rows, num_columns, num_segments)
     plan = _plan(tile, weight.group_size, num_segments, is_even=depth % DEPTH_MULTIPLE == 0)
     num_tiles = cdiv(num_rows, tile.block_m) * cdiv(num_columns, tile.block_n)
     if plan.segments_in_grid:
@@ -120,11 +145,6 @@ def matmul_int4_reference(
     ids = torch.arange(weight.out_features, device=x.device)
     product = x.double() @ weight.unpack_rows(ids).double().t()
     out.copy_(product if bias is None else product + bias.double())
-
-
-def choose_int4_tile(num_rows: int) -> Int4Tile:
-    """The tile for this many rows."""
-    return next((tile for most_rows, tile in INT4_TILES if num_rows <= most_rows), INT4_LARGE)
 
 
 def _plan(tile: Int4Tile, group_size: int, num_segments: int, *, is_even: bool) -> Int4Plan:
@@ -170,34 +190,66 @@ def _load_x(x_rows: tl.tensor, k: tl.tensor, depth: tl.tensor, P: tl.constexpr) 
 
 
 @triton.jit
-def _segment_sum(
-    operands: tl.tuple, begin: tl.tensor, end: tl.tensor, P: tl.constexpr
-) -> tl.tensor:
-    """The tile's sum over [begin, end) of K, [block_n, block_m]."""
+def _add_step(operands: tl.tuple, step: tl.tensor, total: tl.tensor, P: tl.constexpr) -> tl.tensor:
+    """Add a step of 128 values of K to a tile's sum [block_n, block_m].
+
+    Places are counted in steps, so that the compiler sees how far all addresses are aligned.
+    """
     x_rows, code_rows, scale_columns, num_columns, depth = operands
-    M: tl.constexpr = P.block_m
-    N: tl.constexpr = P.block_n
     HALF: tl.constexpr = P.half
     UNITS: tl.constexpr = _STEP // (2 * HALF)
     GROUPS: tl.constexpr = _STEP // P.group_size
-    total = tl.zeros((N, M), tl.float32)
-    # Counted in steps, so that the compiler sees how far all addresses are aligned.
-    for step in range(begin // _STEP, tl.cdiv(end, _STEP)):
-        for unit in tl.static_range(UNITS):
-            byte = step * (_STEP // 2) + unit * HALF
-            codes = tl.load(code_rows + byte + tl.arange(0, HALF)[None, :])
-            # Where a group is as long as the unit, both halves have one scale.
-            group = step * GROUPS + (unit * 2 * HALF) // P.group_size
-            low_scales = tl.load(scale_columns + group * num_columns)
-            high_scales = low_scales
-            if P.group_size == HALF:
-                high_scales = tl.load(scale_columns + (group + 1) * num_columns)
-            first = step * _STEP + unit * 2 * HALF
-            low = _dequantize(codes & 15, low_scales)
-            total = dot(low, tl.trans(_load_x(x_rows, first, depth, P)), total)
-            high = _dequantize(codes >> 4, high_scales)
-            total = dot(high, tl.trans(_load_x(x_rows, first + HALF, depth, P)), total)
+    for unit in tl.static_range(UNITS):
+        byte = step * (_STEP // 2) + unit * HALF
+        codes = tl.load(code_rows + byte + tl.arange(0, HALF)[None, :])
+        # Where a group is as long as the unit, both halves have one scale.
+        group = step * GROUPS + (unit * 2 * HALF) // P.group_size
+        low_scales = tl.load(scale_columns + group * num_columns)
+        high_scales = low_scales
+        if P.group_size == HALF:
+            high_scales = tl.load(scale_columns + (group + 1) * num_columns)
+        first = step * _STEP + unit * 2 * HALF
+        low = _dequantize(codes & 15, low_scales)
+        total = dot(low, tl.trans(_load_x(x_rows, first, depth, P)), total)
+        high = _dequantize(codes >> 4, high_scales)
+        total = dot(high, tl.trans(_load_x(x_rows, first + HALF, depth, P)), total)
     return total
+
+
+@triton.jit
+def _empty_sum(P: tl.constexpr) -> tl.tensor:
+    M: tl.constexpr = P.block_m
+    N: tl.constexpr = P.block_n
+    return tl.zeros((N, M), tl.float32)
+
+
+@triton.jit
+def _segment_sum(
+    operands: tl.tuple, begin: tl.tensor, end: tl.tensor, P: tl.constexpr
+) -> tl.tensor:
+    """The tile's sum over [begin, end) of K."""
+    total = _empty_sum(P)
+    for step in range(begin // _STEP, tl.cdiv(end, _STEP)):
+        total = _add_step(operands, step, total, P)
+    return total
+
+
+@triton.jit
+def _all_segments(
+    operands: tl.tuple, depth: tl.tensor, segment_depth: tl.tensor, P: tl.constexpr
+) -> tl.tensor:
+    """The tile's sum over K, segment by segment, in one loop."""
+    total = _empty_sum(P)
+    segment = _empty_sum(P)
+    end = segment_depth // _STEP
+    for step in range(tl.cdiv(depth, _STEP)):
+        segment = _add_step(operands, step, segment, P)
+        if step + 1 >= end:
+            total += segment
+            segment = _empty_sum(P)
+            end += segment_depth // _STEP
+    # The last one, if it is shorter than the others.
+    return total + segment
 
 
 @triton.jit
@@ -260,9 +312,7 @@ def _matmul_int4_kernel(
         total = _segment_sum(operands, 0, depth, P)
         _store_tile(total, bias, out, target)
     else:
-        total = tl.zeros((N, M), tl.float32)
-        for begin in range(0, depth, segment_depth):
-            total += _segment_sum(operands, begin, tl.minimum(begin + segment_depth, depth), P)
+        total = _all_segments(operands, depth, segment_depth, P)
         _store_tile(total, bias, out, target)
 
 
@@ -303,9 +353,9 @@ define_op(
 
 def compile_cases() -> list[CompileCase]:
     """Every tile, for a narrow weight in four segments and a wide one in one."""
-    tiles = [*(tile for _, tile in INT4_TILES), INT4_LARGE]
+    tiles = tiles_of(INT4_TILES)
     cases = [(tile, segments, 128) for tile in tiles for segments in (1, 4)]
-    cases += [(INT4_TILES[0][1], 4, 32), (INT4_TILES[0][1], 4, 64), (INT4_LARGE, 1, 32)]
+    cases += [(tiles[0], 4, 32), (tiles[0], 4, 64), (tiles[-2], 1, 32)]
     return [_compile_case(*case) for case in cases]
 
 

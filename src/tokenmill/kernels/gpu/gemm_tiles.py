@@ -13,8 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tokenmill.kernels.gpu.dot import dot
 from tokenmill.kernels.gpu.gemm_config import (
     SplitWorkspace,
+    Table,
     TileConfig,
     choose_segments,
+    pick_tile,
     plan_product,
     segment_depth,
 )
@@ -26,8 +28,9 @@ def launch_product(
     weight: torch.Tensor,
     out: torch.Tensor,
     workspace: SplitWorkspace,
-    tile: TileConfig,
+    table: Table[TileConfig],
     *,
+    tile: TileConfig | None = None,
     x_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -36,7 +39,7 @@ def launch_product(
     """Put (x [M, K] @ weight [N, K].T) * x_scale [M, 1] * weight_scale [N] + bias [N] into out.
 
     x and weight have one type; scales, float32, are both there or both absent. The weight is
-    contiguous; rows of x and out may lie apart.
+    contiguous; rows of x and out may lie apart. The tile is chosen from the table if none is given.
     """
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
     assert x.dtype == weight.dtype
@@ -51,10 +54,14 @@ def launch_product(
     if num_rows == 0 or num_columns == 0:
         return
     per_segment = segment_depth(depth, num_segments or choose_segments(num_columns, depth))
-    plan = plan_product(tile, cdiv(depth, per_segment), depth, _fit_descriptors(x, weight))
+    num_segments = cdiv(depth, per_segment)
+    tile = tile or pick_tile(table, num_rows, num_columns, num_segments)
+    # No step crosses into another segment.
+    assert num_segments == 1 or per_segment % tile.block_k == 0
+    plan = plan_product(tile, num_segments, depth, _fit_descriptors(x, weight))
     num_tiles = cdiv(num_rows, tile.block_m) * cdiv(num_columns, tile.block_n)
     if plan.segments_in_grid:
-        assert workspace.holds(num_tiles, plan.num_segments, tile.block_m * tile.block_n)
+        assert workspace.holds(num_tiles, num_segments, tile.block_m * tile.block_n)
     product_kernel[(num_tiles * (plan.num_segments if plan.segments_in_grid else 1),)](
         _descriptor(x, tile.block_m, tile.block_k) if plan.by_descriptor else x,
         _descriptor(weight, tile.block_n, tile.block_k) if plan.by_descriptor else weight,
@@ -112,28 +119,56 @@ def _empty_sum(P: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _add_step(operands: tl.tuple, k: tl.tensor, total: tl.tensor, P: tl.constexpr) -> tl.tensor:
+    """Add block_k values of K, from k on, to a tile's sum."""
+    x, weight, row, column, x_offsets, weight_offsets, depth = operands
+    if P.by_descriptor:  # what lies outside the tensors is zero
+        x_tile = x.load([row, k])
+        weight_tile = weight.load([column, k])
+    elif P.is_even:
+        x_tile = tl.load(x + k + x_offsets)
+        weight_tile = tl.load(weight + k + weight_offsets)
+    else:
+        inside = tl.arange(0, P.block_k)[None, :] < depth - k
+        x_tile = tl.load(x + k + x_offsets, mask=inside, other=0.0)
+        weight_tile = tl.load(weight + k + weight_offsets, mask=inside, other=0.0)
+    if P.weight_first:
+        total = dot(weight_tile, tl.trans(x_tile), total, P.most_imprecise)
+    else:
+        total = dot(x_tile, tl.trans(weight_tile), total, P.most_imprecise)
+    return total
+
+
+@triton.jit
 def _segment_sum(
     operands: tl.tuple, begin: tl.tensor, end: tl.tensor, P: tl.constexpr
 ) -> tl.tensor:
     """The tile's sum over [begin, end) of K; the weight's columns go down if P.weight_first."""
-    x, weight, row, column, x_offsets, weight_offsets, depth = operands
     total = _empty_sum(P)
     for k in range(begin, end, P.block_k):
-        if P.by_descriptor:  # what lies outside the tensors is zero
-            x_tile = x.load([row, k])
-            weight_tile = weight.load([column, k])
-        elif P.is_even:
-            x_tile = tl.load(x + k + x_offsets)
-            weight_tile = tl.load(weight + k + weight_offsets)
-        else:
-            inside = tl.arange(0, P.block_k)[None, :] < depth - k
-            x_tile = tl.load(x + k + x_offsets, mask=inside, other=0.0)
-            weight_tile = tl.load(weight + k + weight_offsets, mask=inside, other=0.0)
-        if P.weight_first:
-            total = dot(weight_tile, tl.trans(x_tile), total, P.most_imprecise)
-        else:
-            total = dot(x_tile, tl.trans(weight_tile), total, P.most_imprecise)
+        total = _add_step(operands, k, total, P)
     return total
+
+
+@triton.jit
+def _all_segments(
+    operands: tl.tuple, depth: tl.tensor, segment_depth: tl.tensor, P: tl.constexpr
+) -> tl.tensor:
+    """The tile's sum over K, segment by segment.
+
+    One loop, so that the next segment's tiles are on their way while one ends.
+    """
+    total = _empty_sum(P)
+    segment = _empty_sum(P)
+    end = segment_depth
+    for k in range(0, depth, P.block_k):
+        segment = _add_step(operands, k, segment, P)
+        if k + P.block_k >= end:
+            total += segment
+            segment = _empty_sum(P)
+            end += segment_depth
+    # The last one, if it is shorter than the others.
+    return total + segment
 
 
 @triton.jit
@@ -250,9 +285,7 @@ def product_kernel(
         total = _segment_sum(operands, 0, depth, P)
         _store_tile(total, x_scale, weight_scale, bias, out, target, P)
     else:
-        total = _empty_sum(P)
-        for begin in range(0, depth, segment_depth):
-            total += _segment_sum(operands, begin, tl.minimum(begin + segment_depth, depth), P)
+        total = _all_segments(operands, depth, segment_depth, P)
         _store_tile(total, x_scale, weight_scale, bias, out, target, P)
 
 
