@@ -149,3 +149,15 @@ def test_a_launch_that_depends_on_the_one_in_front(
         results.append(buffers[-1].clone())
     assert results[0].any()
     assert torch.equal(*results)
+
+
+def test_torch_op(device: str, workspace: SplitWorkspace) -> None:
+    x = values(3, 64, device=device, dtype=torch.float32)
+    weight = values(20, 64, device=device) / 8
+    norm_weight = values(64, device=device, dtype=torch.float32)
+    outs = [torch.ones(3, 20, device=device) for _ in range(2)]
+    how = {"norm_weight": norm_weight, "eps": 1e-5, "accumulates": True}
+    shared = (workspace.partial, workspace.arrivals)
+    torch.ops.tokenmill.linear_small(x, weight, outs[0], *shared, **how)
+    linear_small_reference(x, weight, outs[1], **how)
+    torch.testing.assert_close(*outs, rtol=2**-6, atol=2**-6)

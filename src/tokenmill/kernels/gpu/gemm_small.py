@@ -15,7 +15,7 @@ rows, but others alone, and others than those of a norm and `matmul_exact`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tokenmill.kernels.gpu.dot import dot
 from tokenmill.kernels.gpu.gemm_config import SplitWorkspace, choose_segments, segment_depth
 from tokenmill.kernels.gpu.gemm_tiles import leave_segment, sum_segments
-from tokenmill.kernels.gpu.launch import CompileCase, cdiv
+from tokenmill.kernels.gpu.launch import CompileCase, cdiv, define_op
 from tokenmill.kernels.norm import rms_norm
 
 MOST_ROWS = 16
@@ -308,6 +308,26 @@ def _few_rows_kernel(
             for other in tl.static_range(NUM_SEGMENTS):
                 merged_squares += tl.load(places + other * M, cache_modifier=".cg")
             _finish_rows(merged, merged_squares, out, eps, target, S)
+
+
+def _linear_small_op(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *shared: torch.Tensor, **how: Any
+) -> None:
+    linear_small(x, weight, out, SplitWorkspace(*shared), **how)
+
+
+def _linear_small_reference_op(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *shared: torch.Tensor, **how: Any
+) -> None:
+    linear_small_reference(x, weight, out, **how)
+
+
+define_op(
+    "linear_small(Tensor x, Tensor weight, Tensor(a!) out, Tensor(b!) partial, Tensor(c!) arrivals,"
+    " *, Tensor? norm_weight=None, float eps=0.0, bool gated=False, bool accumulates=False) -> ()",
+    cuda=_linear_small_op,
+    cpu=_linear_small_reference_op,
+)
 
 
 def compile_cases() -> list[CompileCase]:
