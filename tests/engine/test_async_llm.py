@@ -62,6 +62,23 @@ def test_streams_bring_what_each_prompt_brings_alone():
     asyncio.run(main())
 
 
+def test_tokens_are_counted_before_an_answer_in_one_piece_is_whole():
+    async def main():
+        async with serving() as llm:
+            answer = asyncio.create_task(collect(llm, prompt_of(0), LONG, stream=False))
+
+            async def counted() -> int:
+                return (await llm.stats()).num_output_tokens
+
+            while await counted() < 5:
+                assert not answer.done()
+                await asyncio.sleep(0.001)
+            await answer
+            assert await counted() == LONG.max_tokens
+
+    asyncio.run(main())
+
+
 def test_the_same_under_uvloop():
     async def main():
         async with serving() as llm:

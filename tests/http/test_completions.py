@@ -184,7 +184,7 @@ def test_best_of_must_not_ask_for_a_choice(server):
         (5, "prompt"),
         ([[1.5]], "prompt[0][0]"),
         ([[True]], "prompt[0][0]"),
-        ("\ud800", None),
+        ("\ud800", "prompt"),
     ],
 )
 def test_b020_prompts_that_are_none(server, prompt, parameter):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 
 import pytest
 
-from helpers.fake_engine import FakeEngine
+from helpers.fake_engine import FakeEngine, Script
 from helpers.live_server import LiveServer
 
 MESSAGE = "the prompt was: secret words"
@@ -161,6 +162,58 @@ def test_only_json_is_taken(server):
         assert server.post("/v1/completions", body, **{"content-type": media_type}).status == 200
 
 
+@pytest.mark.parametrize("half", [r"\ud83d", r"a\ude00b", r"\ud83d "])
+def test_half_a_character_is_refused_by_the_name_of_its_field(server, half):
+    """What a client in JavaScript sends that cuts a text in the middle of an emoji."""
+    texts = {
+        "prompt": b'{"prompt": "%s"}',
+        "stop[1]": b'{"prompt": "One", "stop": ["a", "%s"]}',
+        "user": b'{"prompt": "One", "user": "%s"}',
+    }
+    for parameter, text in texts.items():
+        reply = server.post("/v1/completions", text.replace(b"%s", half.encode()))
+        assert "lone surrogate" in check(reply, 400, parameter)
+    reply = server.post("/v1/completions", b'{"prompt": "One", "%s": 1}' % half.encode())
+    assert "lone surrogate" in check(reply, 400, None)
+    assert server.post("/v1/completions", rb'{"prompt": "\ud83d\ude00"}').status == 200
+
+
+def test_b038_a_stream_of_many_prompts_is_refused_for_any_of_them():
+    """Long texts are tokenized in threads, while the core begins with the short ones."""
+
+    class Threaded(FakeEngine):
+        async def generate(self, prompt, params, **options):
+            if isinstance(prompt, str) and len(prompt) > 1000:
+                await asyncio.sleep(0.1)
+            async for output in super().generate(prompt, params, **options):
+                yield output
+
+    engine = Threaded(lambda prompt, params: Script(prompt, first_step_seconds=0.02))
+    with LiveServer(engine) as server:
+        reply = server.complete(prompt=["One two three", "two " * 1000], stream=True)
+        check(reply, 400, "prompt", "context_length_exceeded")
+        whole = server.complete(prompt=["One two three", "two three"])
+        assert [each["text"] for each in whole.json["choices"]] == ["One two three", "two three"]
+
+
+def test_a_message_does_not_repeat_endless_names(server):
+    reply = server.post("/v1/completions", b'{"prompt": "One", "%s": NaN}' % (b"x" * 100_000))
+    assert reply.status == 400
+    assert len(reply.body) < 1000
+
+
+def test_fields_are_named_as_the_client_names_them(server):
+    for fields in ({}, {"stream": True}):
+        message = check(server.complete(prompt=[10**6], **fields), 400, "prompt")
+        assert message.startswith("prompt holds 1000000;")
+    for value in (21, -1, -2):
+        for fields in ({}, {"stream": True}):
+            reply = server.chat(logprobs=True, top_logprobs=value, **fields)
+            assert check(reply, 400, "top_logprobs").startswith(f"top_logprobs={value}")
+    message = check(server.chat(messages=[{"content": "x"}]), 400, "messages[0].role")
+    assert "is missing" in message
+
+
 def test_unknown_fields_are_ignored_and_logged_once(server, caplog):
     caplog.set_level(logging.INFO, "tokenmill.entrypoints.http.body")
     for _ in range(3):
@@ -215,8 +268,6 @@ def test_request_ids_go_in_and_out(server):
 def test_client_ids_are_no_keys():
     """Two requests with one id at the same time are two requests."""
     import threading
-
-    from helpers.fake_engine import Script
 
     slow = FakeEngine(lambda prompt, params: Script(prompt, step_seconds=0.02))
     with LiveServer(slow) as server:

@@ -24,6 +24,12 @@ def test_probes(server):
     assert server.get("/version").json == {"version": tokenmill.__version__}
 
 
+def test_probes_may_ask_for_the_head_alone(server):
+    for path in ("/health", "/ready", "/ping"):
+        reply = server.request("HEAD", path)
+        assert (reply.status, reply.body) == (200, b"")
+
+
 def test_b035_a_dead_or_frozen_engine_is_not_healthy():
     with LiveServer() as server:
         server.engine.is_ready = server.engine.is_healthy = False  # the core starts again

@@ -65,6 +65,29 @@ def test_headers():
         assert server.get("/health").status == 200
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_offer_to_change_the_protocol_is_ignored_and_the_body_is_read(server, protocol):
+    """Java's client sends one with every request, the body behind it or later."""
+    body = b'{"prompt": "One two three"}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+        b"Content-Type: application/json\r\nUpgrade: %s\r\nHTTP2-Settings: AAMAAABk\r\n"
+        b"Content-Length: %d\r\n\r\n" % (protocol.encode(), len(body))
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        answers = sock.makefile("rb")
+        for pieces in ([head + body], [head, body], [head + body[:5], body[5:]]):
+            for piece in pieces:
+                sock.sendall(piece)
+                time.sleep(0.02)
+            assert answers.readline().startswith(b"HTTP/1.1 200 ")
+            while (line := answers.readline()) != b"\r\n":
+                name, _, value = line.partition(b": ")
+                if name == b"content-length":
+                    length = int(value)
+            assert b"One two three" in answers.read(length)
+
+
 def test_a_head_must_come_in_time(monkeypatch):
     monkeypatch.setattr(BoundedConnection, "head_seconds", 0.2)
     with (

@@ -15,6 +15,7 @@ from helpers.cli import run_cli
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.entrypoints.cli import serve
 from tokenmill.entrypoints.http.banner import banner
+from tokenmill.entrypoints.http.listener import bind
 from tokenmill.errors import ConfigError
 from tokenmill.observe.logging import JsonFormatter
 
@@ -147,6 +148,24 @@ def test_a_file_that_is_not_there(environ, tmp_path):
 )
 def test_b015_values_out_of_range_are_refused(environ, arguments, message):
     assert message in " ".join(refusal(*arguments).split())
+
+
+def test_a_value_of_the_wrong_type_is_refused_with_its_name_and_source(environ, tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text("port: eight\n")
+    message = refusal("--config", str(path))
+    assert "for port from" in message
+    assert str(path) in message.replace("\n", "")
+    environ["TOKENMILL_SERVE_PORT"] = "nine"
+    assert "for port from TOKENMILL_SERVE_PORT" in refusal()
+
+
+def test_a_socket_whose_path_is_too_long_is_refused_with_the_reason(tmp_path):
+    with (
+        pytest.raises(ConfigError, match="too long"),
+        bind(ServeArgs(uds=str(tmp_path / ("x" * 200)))),
+    ):
+        pass
 
 
 def test_serve_args_take_what_their_types_say():

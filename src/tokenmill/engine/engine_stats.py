@@ -28,6 +28,8 @@ class EngineStats(SchedulerStats, array_like=True, omit_defaults=True):
     num_aborted: int = 0
     """Sequences that were ended from outside: by a client that left, a deadline, or the end of the
     server."""
+    num_output_tokens: int = 0
+    """Tokens that have come from the core, whether or not their client has them yet."""
 
 
 class StatsKeeper:
@@ -39,6 +41,7 @@ class StatsKeeper:
         self.num_restarts = 0
         self.num_refused = 0
         self.num_aborted = 0
+        self.num_output_tokens = 0
 
     def update(self, stats: SchedulerStats) -> None:
         """Take the core's latest."""
@@ -60,6 +63,7 @@ class StatsKeeper:
             num_restarts=self.num_restarts,
             num_refused=self.num_refused,
             num_aborted=self.num_aborted,
+            num_output_tokens=self.num_output_tokens,
         )
 
     def _summed(self) -> SchedulerStats:

@@ -140,6 +140,7 @@ class ServedRequests:
             request_id = self._roster.request_id(output.request_id)
             if request_id is not None:  # else it was aborted meanwhile
                 output.request_id = request_id
+                self.stats.num_output_tokens += len(output.new_token_ids)
                 self._take(output, to_abort)
         self._abort_in_core(to_abort)
         self._submit_due()

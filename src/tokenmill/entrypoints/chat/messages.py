@@ -58,6 +58,8 @@ def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]
 
 
 def _role(role: Any, where: str, template: ChatTemplate) -> str:
+    if role is None:
+        raise _invalid(where, f"is missing; it must be one of {', '.join(ROLES)}")
     if not isinstance(role, str) or not (role in ROLES or template.mentions(role)):
         raise _invalid(where, f"is {str(role)[:40]!r}; it must be one of {', '.join(ROLES)}")
     return "system" if role == "developer" and not template.mentions(role) else role

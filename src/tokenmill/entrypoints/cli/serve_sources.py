@@ -66,7 +66,7 @@ class Sources:
             values = value if isinstance(value, list) else [value]
             for index, each in enumerate(values):
                 known[name].append(
-                    Token(keyword=source, value=_as_text(each), source=source, index=index)
+                    Token(keyword=name, value=_as_text(each), source=source, index=index)
                 )
 
 

@@ -34,6 +34,12 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """What looks like a field's name; anything else may be a prompt, and stays out of the log."""
 _MAX_LOGGED_NAMES = 256
+_LONGEST_PATH = 200
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_HALF_CHARACTER = (
+    " holds a lone surrogate, half of a character that UTF-16 writes in two; cut texts between"
+    " characters."
+)
 _LONGEST_NEUTRAL = 1_024
 """Bytes that the neutral value of an unsupported field may have, blanks included."""
 _LARGE_BODY = 1 << 18
@@ -160,17 +166,18 @@ def _refuse_depth() -> NoReturn:
 
 
 def _refuse_json(raw: bytes, error: Exception) -> NoReturn:
-    """Name the field that holds NaN or Infinity, which other encoders write; else the position."""
+    """Name the field that holds what other encoders write, NaN, Infinity or half a character; else
+    the position.
+    """
     try:
         value = json.loads(raw, parse_constant=_Constant)
     except RecursionError:
         _refuse_depth()
     except ValueError:
         value = None
-    for path, constant in _constants(value):
-        raise InvalidRequestError(
-            f"{path}={constant.name} is no JSON number; it must be finite.", parameter=path
-        ) from None
+    for path, rule in _oddities(value):
+        path = path[:_LONGEST_PATH].encode("ascii", "replace").decode()
+        raise InvalidRequestError(f"{path or 'the body'}{rule}", parameter=path or None) from None
     raise InvalidRequestError(f"the body is no JSON: {error}.") from None
 
 
@@ -179,15 +186,20 @@ class _Constant:
     name: str
 
 
-def _constants(value: Any) -> Iterator[tuple[str, _Constant]]:
-    """(path, constant) of every such constant, without recursion."""
+def _oddities(value: Any) -> Iterator[tuple[str, str]]:
+    """(path, what is wrong there) of constants and strings that are no JSON, without recursion."""
     stack: list[tuple[str, Any]] = [("", value)]
     while stack:
         path, each = stack.pop()
         if isinstance(each, _Constant):
-            yield path or "the body", each
+            yield path, f"={each.name} is no JSON number; it must be finite."
+        elif isinstance(each, str) and _SURROGATE.search(each):
+            yield path, _HALF_CHARACTER
         elif isinstance(each, dict):
-            stack += [(f"{path}.{key}".lstrip("."), item) for key, item in each.items()]
+            for key, item in each.items():
+                if _SURROGATE.search(key):
+                    yield path, _HALF_CHARACTER
+                stack.append((f"{path}.{key}".lstrip("."), item))
         elif isinstance(each, list):
             stack += [(f"{path}[{i}]", item) for i, item in enumerate(each)]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from msgspec import UNSET
 
 from tokenmill.engine.prompts import TokensPrompt
 from tokenmill.entrypoints.http.body import Body, read_request
+from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.generation import Generation
 from tokenmill.entrypoints.http.logprobs import (
     chat_logprobs,
@@ -40,6 +40,9 @@ from tokenmill.outputs import CompletionOutput, RequestOutput
 from tokenmill.sampling_params import SamplingParams
 
 router = APIRouter(default_response_class=Response)
+
+_FIELDS = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+"""Parameters of the engine that a chat has under other names."""
 
 
 @router.post(
@@ -86,7 +89,7 @@ class ChatJob:
         """The whole answer as JSON."""
         ticket = self._state.admission.enter(self._params.n, "n")
         try:
-            with _blamed_on_messages():
+            with blamed_on_fields(_FIELDS):
                 generation = await self._generation()
                 (output,) = await generation.outputs()
         finally:
@@ -116,7 +119,7 @@ class ChatJob:
         """All chunks."""
         ticket = self._state.admission.enter(self._params.n, "n")
         try:
-            with _blamed_on_messages():
+            with blamed_on_fields(_FIELDS):
                 generation = await self._generation()
                 pieces = _Pieces(self, self._chunks(generation))
                 async with aclosing(generation.stream()) as outputs:
@@ -210,17 +213,6 @@ class _Pieces:
         )
 
 
-@contextmanager
-def _blamed_on_messages() -> Iterator[None]:
-    """What the engine has against a prompt, the client has to look for in its messages."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if error.parameter in ("prompt", "prompt_token_ids"):
-            raise type(error)(str(error), parameter="messages") from error
-        raise
-
-
 def chat_params(state: ServerState, body: Body[ChatCompletionRequest]) -> SamplingParams:
     """Raises `InvalidRequestError` that names the field."""
     fields, defaults = body.fields, state.engine.default_params
@@ -239,14 +231,8 @@ def chat_params(state: ServerState, body: Body[ChatCompletionRequest]) -> Sampli
         raise InvalidRequestError("top_logprobs needs logprobs=true.", parameter="top_logprobs")
     if fields.logprobs:
         more["logprobs"] = fields.top_logprobs or 0
-    try:
+    with blamed_on_fields({"max_tokens": name, "logprobs": "top_logprobs"}):
         return sampling_params(fields, body.others, defaults, state.args, **more)
-    except InvalidRequestError as error:
-        if error.parameter == "max_tokens" and name != "max_tokens":
-            raise InvalidRequestError(
-                str(error).replace("max_tokens", name, 1), parameter=name
-            ) from error
-        raise
 
 
 def _check_tools(fields: ChatCompletionRequest) -> None:

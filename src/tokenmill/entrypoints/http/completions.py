@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from tokenmill.entrypoints.http.admission import Ticket
 from tokenmill.entrypoints.http.body import Body, read_request
+from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.generation import Generation
 from tokenmill.entrypoints.http.logprobs import (
     CompletionLogprobsWriter,
@@ -44,6 +45,9 @@ from tokenmill.outputs import CompletionOutput, RequestOutput
 from tokenmill.sampling_params import SamplingParams
 
 router = APIRouter(default_response_class=Response)
+
+_FIELDS = {"prompt_token_ids": "prompt"}
+"""Parameters of the engine that a completion has under another name."""
 
 
 @router.post(
@@ -89,8 +93,9 @@ class CompletionJob:
         """The whole answer as JSON."""
         ticket = self._enter()
         try:
-            generation = await self._generation()
-            outputs = await generation.outputs()
+            with blamed_on_fields(_FIELDS):
+                generation = await self._generation()
+                outputs = await generation.outputs()
         finally:
             ticket.release()
         details = self._state.args.enable_prompt_tokens_details
@@ -118,12 +123,13 @@ class CompletionJob:
         """All chunks."""
         ticket = self._enter()
         try:
-            generation = await self._generation()
-            pieces = _Pieces(self, self._chunks(generation))
-            async with aclosing(generation.stream()) as outputs:
-                async for number, output in outputs:
-                    if data := pieces.write(number, output):
-                        await write(data)
+            with blamed_on_fields(_FIELDS):
+                generation = await self._generation()
+                pieces = _Pieces(self, self._chunks(generation))
+                async with aclosing(generation.stream()) as outputs:
+                    async for number, output in outputs:
+                        if data := pieces.write(number, output):
+                            await write(data)
             if usage := pieces.chunks.usage():
                 await write(usage)
         finally:
@@ -145,8 +151,10 @@ class CompletionJob:
         return self._state.admission.enter(len(self._given) * self.n, name)
 
     async def _generation(self) -> Generation:
+        is_alone = len(self._given) == 1
         prompts = [
-            await as_engine_prompt(self._state, prompt, self._fields) for prompt in self._given
+            await as_engine_prompt(self._state, prompt, self._fields, is_alone=is_alone)
+            for prompt in self._given
         ]
         return Generation(
             self._state,

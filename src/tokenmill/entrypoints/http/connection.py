@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from typing import Any
 
@@ -11,6 +12,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_SECONDS = 30.0
 """Time for a request line and its headers, from the first byte or the connection on."""
+
+
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class _HeadTooLargeError(Exception):
@@ -40,6 +44,7 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._num_head_bytes += len(data)
+            data = _without_upgrade(data)
         super().data_received(data)
         if self._in_head and self._num_head_bytes > self.max_head_bytes:
             self._refuse_head()
@@ -57,6 +62,10 @@ class BoundedConnection(HttpToolsProtocol):
         if len(self.url) + sum(sizes) > self.max_head_bytes:
             raise _HeadTooLargeError
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """What could not be parsed; also called for a head that is too large."""
@@ -106,6 +115,19 @@ class BoundedConnection(HttpToolsProtocol):
     def _time_is_up(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """The head with its `Upgrade` under a name that means nothing.
+
+    Such an offer may be ignored, and Java's client makes it (HTTP/2) in every request; but the
+    parser would take the request's body for something in the new protocol, and drop it.
+    """
+    end = data.find(b"\r\n\r\n")
+    end = len(data) if end < 0 else end
+    if _UPGRADE.search(data, 0, end) is None:
+        return data
+    return _UPGRADE.sub(b"\r\nx-upgrade:", data[:end]) + data[end:]
 
 
 def connection_class(max_head_bytes: int) -> type[BoundedConnection]:

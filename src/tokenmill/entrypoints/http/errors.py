@@ -6,6 +6,9 @@ The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`, `code` 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -127,6 +130,22 @@ def error_object(error: Exception) -> dict[str, Any]:
     if isinstance(error, ModelNotFoundError):
         parameter = "model"
     return {"error": {"message": str(error), "type": kind, "param": parameter, "code": error.code}}
+
+
+@contextmanager
+def blamed_on_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """What the engine has against one of its parameters, the client gets to hear about the field
+    that it sent: `names` has the field for each parameter that is called otherwise.
+    """
+    try:
+        yield
+    except InvalidRequestError as error:
+        parameter = error.parameter or ""
+        if parameter not in names:
+            raise
+        name = names[parameter]
+        message = re.sub(rf"^{re.escape(parameter)}\b", lambda _: name, str(error))
+        raise type(error)(message, parameter=name) from error
 
 
 def error_body(error: Exception) -> bytes:

@@ -13,6 +13,7 @@ from tokenmill.entrypoints.http.state import state_of
 router = APIRouter(default_response_class=Response)
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses=plain("The engine lives and makes progress.", 503))
 async def health(request: Request) -> Response:
     """Liveness: restart the server if this is not 200 for long."""
@@ -22,6 +23,7 @@ async def health(request: Request) -> Response:
     return Response()
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=plain("Requests are taken.", 503))
 async def ready(request: Request) -> Response:
     """Readiness: send no requests here while this is not 200."""
@@ -29,6 +31,7 @@ async def ready(request: Request) -> Response:
     return Response()
 
 
+@router.head("/ping", include_in_schema=False)
 @router.get("/ping", responses=plain("As /health.", 503))
 @router.post("/ping", responses=plain("As /health.", 503))
 async def ping(request: Request) -> Response:

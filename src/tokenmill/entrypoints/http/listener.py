@@ -70,7 +70,8 @@ def _bind_path(path: Path) -> Iterator[Listener]:
         try:
             sock.bind(str(path))
         except OSError as error:
-            raise ConfigError(f"cannot listen on uds={str(path)!r}: {error.strerror}.") from error
+            reason = error.strerror or str(error)  # a path that is too long has no number
+            raise ConfigError(f"cannot listen on uds={str(path)!r}: {reason}.") from error
         finally:
             os.umask(before)
         inode = path.stat().st_ino

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from tokenmill.engine.engine_stats import EngineStats
 from tokenmill.entrypoints.http.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -16,12 +17,12 @@ async def write_load_lines(state: ServerState) -> None:
     interval = state.args.log_stats_interval
     if not interval:
         return
-    counts = _counts(state)
+    counts = _counts(state, await state.engine.stats())
     then = time.monotonic()
     while True:
         await asyncio.sleep(interval)
-        now, new_counts = time.monotonic(), _counts(state)
         stats = await state.engine.stats()
+        now, new_counts = time.monotonic(), _counts(state, stats)
         if new_counts != counts or stats.num_unfinished:
             prompt, output = (
                 (new - old) / (now - then) for new, old in zip(new_counts, counts, strict=True)
@@ -39,5 +40,6 @@ async def write_load_lines(state: ServerState) -> None:
         counts, then = new_counts, now
 
 
-def _counts(state: ServerState) -> tuple[int, int]:
-    return state.metrics.num_prompt_tokens, state.metrics.num_output_tokens
+def _counts(state: ServerState, stats: EngineStats) -> tuple[int, int]:
+    """Tokens of prompts and of answers so far, of those too that go out in one piece later."""
+    return state.metrics.num_prompt_tokens, stats.num_output_tokens

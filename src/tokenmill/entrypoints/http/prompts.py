@@ -52,12 +52,16 @@ def _mixture() -> InvalidRequestError:
 
 
 async def as_engine_prompt(
-    state: ServerState, prompt: str | list[int], fields: CompletionRequest
+    state: ServerState, prompt: str | list[int], fields: CompletionRequest, *, is_alone: bool
 ) -> Prompt:
-    """A prompt as the engine takes it; it tokenizes texts itself, with special tokens."""
-    if isinstance(prompt, str) and fields.add_special_tokens is False:
+    """A prompt as the engine takes it. A text alone, with special tokens, it tokenizes itself; of
+    several each is tokenized before the first of them is computed, so that one that is refused
+    is so before a stream has begun.
+    """
+    special = fields.add_special_tokens is not False
+    if isinstance(prompt, str) and not (special and is_alone):
         check_length(state, len(prompt), fields.truncate_prompt_tokens, "prompt")
-        ids = await state.engine.encode(prompt, add_special_tokens=False)
+        ids = await state.engine.encode(prompt, add_special_tokens=special)
         return TokensPrompt(prompt=prompt, prompt_token_ids=ids)
     return prompt
 
