@@ -86,7 +86,7 @@ class TestB111:
     def test_preempted(self, dtype: str) -> None:
         small = {"num_kv_blocks": 10, "block_size": 32, "max_model_len": 288}
         if dtype == "float32":
-            small = {"num_kv_blocks": 20, "block_size": 8, "max_model_len": 160}
+            small = {"num_kv_blocks": 29, "block_size": 4, "max_model_len": 112}
         with engine(dtype, kv_cache_memory_bytes=None, **small) as llm:
             outputs = llm.generate(*requests(dtype))
             assert results(outputs) == alone(dtype)
