@@ -10,7 +10,6 @@ import pytest
 from helpers.tiny import tiny_llama, write_wide_llama
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import ConfigError
-from tokenmill.kernels import native
 
 PROMPTS = [
     [(i * 37 + 11 * j) % 390 + 3 for j in range(length)]
@@ -21,7 +20,6 @@ PARAMS = [
     SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=9, ignore_eos=True, logprobs=1)
     for i in range(len(PROMPTS))
 ]
-needs_native = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,6 @@ def bits(outputs: list[Any]) -> list[Any]:
     ]
 
 
-@needs_native
 @pytest.mark.parametrize("kv_dtype", ["int8", "float32"])
 def test_the_same_bits_however_a_request_is_run(model: Path, kv_dtype: str) -> None:
     with engine(model, kv_dtype, enable_prefix_caching=False, num_threads=1) as llm:
@@ -71,7 +68,6 @@ def test_the_same_bits_however_a_request_is_run(model: Path, kv_dtype: str) -> N
     assert sum(output.metrics.num_preemptions for output in tight) > 0
 
 
-@needs_native
 def test_int8_is_as_near_to_float32_as_bfloat16_is(model: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     logprobs = {}
@@ -89,7 +85,6 @@ def test_int8_is_as_near_to_float32_as_bfloat16_is(model: Path) -> None:
     assert 0.5 * distance("bfloat16") < distance("int8") < 4 * distance("bfloat16")
 
 
-@needs_native
 def test_a_pool_of_the_same_bytes_holds_nearly_twice_the_tokens(model: Path) -> None:
     tokens = {}
     for kv_dtype in ("bfloat16", "int8", "float32"):
@@ -106,7 +101,6 @@ def test_a_pool_of_the_same_bytes_holds_nearly_twice_the_tokens(model: Path) -> 
     assert tokens["float32"] / tokens["bfloat16"] == pytest.approx(1 / 2, rel=0.03)
 
 
-@needs_native
 def test_what_no_kernel_can_do_is_refused_with_all_reasons() -> None:
     with pytest.raises(ConfigError) as caught:
         engine(tiny_llama(), "int8")  # its heads have 16 values

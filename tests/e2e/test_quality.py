@@ -20,8 +20,9 @@ TEXTS = [
     ROOT / "docs" / "architecture.md",
     ROOT / "src" / "tokenmill" / "core" / "scheduler.py",
 ]
-MAX_COST = 1.005
-"""Perplexity may grow by half a percent."""
+MAX_COST = math.log(1.005)
+"""Perplexity may grow by half a percent. `benchmarks/quality.py` measures it on enough tokens; the
+few here can show that it is more, but not that it is a little less."""
 
 
 def texts() -> list[str]:
@@ -32,33 +33,27 @@ def texts() -> list[str]:
     ]
 
 
-def mean_nll(outputs: list[RequestOutput]) -> float:
-    values = [
-        -position[token_id].logprob
-        for output in outputs
-        for token_id, position in zip(
-            output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True
-        )
-        if position is not None
-    ]
-    assert len(values) > 5_000
-    return sum(values) / len(values)
+def surprises(output: RequestOutput) -> torch.Tensor:
+    """-log p of each token of the prompt but the first, float64."""
+    places = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
+    return torch.tensor([-place[token].logprob for token, place in places if place]).double()
 
 
-def reference_nll(outputs: list[RequestOutput]) -> float:
-    total, count = 0.0, 0
-    for output in outputs:
-        ids = torch.tensor(output.prompt_token_ids)
-        with torch.inference_mode():
-            logprobs = reference_model()(ids[None]).logits[0, :-1].log_softmax(-1)
-        total -= float(logprobs.gather(1, ids[1:, None]).sum())
-        count += len(ids) - 1
-    return total / count
+@torch.inference_mode()
+def reference_surprises(output: RequestOutput) -> torch.Tensor:
+    ids = torch.tensor(output.prompt_token_ids)
+    logprobs = reference_model()(ids[None]).logits[0, :-1].log_softmax(-1)
+    return -logprobs.gather(1, ids[1:, None])[:, 0].double()
 
 
-def test_perplexity_of_the_default_path_is_that_of_float32() -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_perplexity_of_the_default_path_is_that_of_float32(kv_cache_dtype: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with LLM(kv_cache_memory_bytes=1 << 29) as llm:
+    settings = {"device": "cpu", "kv_cache_dtype": kv_cache_dtype}
+    with LLM(kv_cache_memory_bytes=1 << 29, **settings) as llm:
         outputs = llm.generate(texts(), params)
-    cost = math.exp(mean_nll(outputs) - reference_nll(outputs))
-    assert 1 / MAX_COST < cost < MAX_COST
+    costs = torch.cat([surprises(output) - reference_surprises(output) for output in outputs])
+    assert len(costs) > 5_000
+    error = 2 * costs.std() / len(costs) ** 0.5
+    assert error < MAX_COST
+    assert abs(costs.mean()) < MAX_COST + error

@@ -8,10 +8,7 @@ import torch
 from tokenmill.entrypoints.bench.limits import NativeLimits, TorchLimits, best_seconds, limits_of
 from tokenmill.kernels import native
 
-needs_native = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
 
-
-@needs_native
 def test_our_kernels_are_measured_by_our_own_instructions():
     limits = limits_of("cpu", "bfloat16")
     assert isinstance(limits, NativeLimits)
@@ -24,7 +21,6 @@ def test_our_kernels_are_measured_by_our_own_instructions():
         assert blocks.measured_as.startswith("int8 with AVX-512")
 
 
-@needs_native
 def test_instructions_that_are_not_in_use_are_not_measured():
     module = native.module()
     before = native.active_isa()

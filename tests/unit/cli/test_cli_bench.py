@@ -21,7 +21,6 @@ from tokenmill.kernels import native
 from tokenmill.sampling_params import SamplingParams
 
 ENGINE = ("--device", "cpu", "--num-kv-blocks", "64", "--max-num-batched-tokens", "64")
-needs_native = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +85,6 @@ def test_throughput_with_a_profile(model):
     assert "decode: a step reads" in result.stdout
 
 
-@needs_native
 def test_kernel_time_is_part_of_the_stages(model):
     figures = report("latency", "--model", model, *ENGINE, "--output-len", "9", "--profile")
     for stages in figures["profile"].values():
@@ -117,12 +115,10 @@ def test_recording_leaves_no_trace_and_knows_what_was_computed(model):
         ):
             assert vars(part).keys() == names.keys()
         assert type(parts.core.journal).__name__ == "NoJournal"
-        if native.is_available():
-            assert type(native.module().argmax).__name__ != "function"
-            assert not hasattr(native.module().Program.replay, "__wrapped__")
+        assert type(native.module().argmax).__name__ != "function"
+        assert not hasattr(native.module().Program.replay, "__wrapped__")
 
 
-@needs_native
 def test_kernels_in_the_shapes_of_the_model(model, monkeypatch):
     monkeypatch.setattr(kernel_cases, "WORKING_SET", 1 << 20)
     figures = report(
