@@ -228,6 +228,27 @@ def test_b095_megabytes_do_not_stop_the_others():
         assert sorted(gaps[1:])[int(0.9 * len(gaps))] < 0.3
 
 
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "chat_template_kwargs"])
+def test_b095_a_template_gets_no_more_than_it_can_look_at(name):
+    message = {"role": "user", "content": "Hi"}
+    many = {
+        "messages": [{"role": "user", "content": ""}] * 60_000,
+        "tools": [{"function": {"a": [[1]] * 60_000}}],
+        "documents": [{"a": {"b": [1] * 200_000}}],
+        "chat_template_kwargs": {"a": [[[1]]] * 50_000},
+    }
+    given = {"messages": [message], "tool_choice": "none", name: many[name]}
+    with LiveServer() as server:
+        reply = server.post("/v1/chat/completions", given)
+        assert reply.status == 400
+        assert reply.error["param"] == name
+        assert "100000" in reply.error["message"]
+        given["messages"] = [message] * 5
+        if name != "messages":
+            given[name] = many["messages"][:1] if name != "chat_template_kwargs" else {"a": [1]}
+        assert server.post("/v1/chat/completions", given).status == 200
+
+
 def test_b093_many_chats_at_once_share_one_tokenizer():
     """Truncated, with parts, streamed and not: each has the answer that it has alone."""
     with LiveServer(FakeEngine(max_num_seqs=64)) as server:

@@ -123,6 +123,8 @@ class InputProcessor:
     def _token_ids(self, parsed: ParsedPrompt, params: SamplingParams) -> list[int]:
         """The prompt's ids, tokenized or checked."""
         if parsed.token_ids is not None:
+            if params.truncate_prompt_tokens is None:
+                self._check_length(len(parsed.token_ids))  # before each of millions is looked at
             token_ids = self._checked_ids("prompt_token_ids", parsed.token_ids)
         else:
             assert parsed.text is not None

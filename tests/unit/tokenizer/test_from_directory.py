@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -178,6 +181,28 @@ def test_a_chat_template_that_is_no_text_is_damage(tmp_path):
 def test_lone_surrogates_are_refused():
     with pytest.raises(InvalidRequestError, match="surrogate"):
         byte_level_tokenizer().encode("a\ud800")
+
+
+def test_b095_other_threads_run_while_a_long_text_is_encoded():
+    tokenizer = byte_level_tokenizer()
+    text = "ab cd " * 100_000
+    began, ended, ticks = threading.Event(), threading.Event(), []
+
+    def tick():
+        while not ended.is_set():
+            ticks.append(time.monotonic())
+            began.set()
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began.wait()
+    start = time.monotonic()
+    tokenizer.encode(text)
+    seconds = time.monotonic() - start
+    ended.set()
+    thread.join()
+    assert max(b - a for a, b in itertools.pairwise([*ticks, time.monotonic()])) < seconds / 2
 
 
 def test_b093_many_threads_share_one_tokenizer():

@@ -15,6 +15,9 @@ from tokenmill.entrypoints.http.protocol import (
 from tokenmill.entrypoints.http.state import ServerState
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError
 
+MAX_TEMPLATE_VALUES = 100_000
+"""Strings, numbers, objects and lists that a chat may hand to its template."""
+
 
 def completion_prompts(fields: CompletionRequest, max_prompts: int) -> list[str | list[int]]:
     """The prompts of a completion, which may hold one or many.
@@ -103,7 +106,15 @@ async def chat_prompt(
     if fields.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", fields.reasoning_effort)
 
+    given = {
+        "messages": fields.messages,
+        "tools": fields.tools,
+        "documents": fields.documents,
+        "chat_template_kwargs": fields.chat_template_kwargs,
+    }
+
     def render() -> RenderedChat:
+        _check_num_values(given)
         rendered = render_chat(
             state.tokenizer,
             fields.messages or [],
@@ -119,6 +130,25 @@ async def chat_prompt(
         return rendered
 
     return await state.in_text_thread(render)
+
+
+def _check_num_values(given: Mapping[str, Any]) -> None:
+    """Refuse what would keep a template and its checks busy for longer than a prompt is worth."""
+    room = MAX_TEMPLATE_VALUES
+    for name, value in given.items():
+        stack = [value]
+        while stack and room >= 0:
+            each = stack.pop()
+            items = list(each.values()) if isinstance(each, dict) else each
+            if isinstance(items, list):
+                room -= len(items)
+                stack += items
+        if room < 0:
+            raise InvalidRequestError(
+                f"{name} brings the values for the chat template to more than"
+                f" {MAX_TEMPLATE_VALUES}, counted at every depth; send less.",
+                parameter=name,
+            )
 
 
 def num_message_chars(messages: list[dict[str, Any]]) -> int:
