@@ -50,7 +50,7 @@ REFUSED = {
     "stream": ["yes", 1],
     "echo": ["yes"],
     "ignore_eos": [1],
-    "priority": ["high", 1.5],
+    "priority": ["high", 1.5, 2**63, -(10**30)],
     "cache_salt": ["", 5],
     "stream_options": [5, {"include_usage": 1}],
     "timeout": [0, -1, "1"],

@@ -187,6 +187,15 @@ def test_a_port_in_use_is_found_before_a_model_is_loaded(environ):
     assert f"port={port}: Address already in use" in result.stderr
 
 
+def test_a_chat_template_that_is_none_is_found_before_a_model_is_loaded(environ, tmp_path):
+    path = tmp_path / "broken.jinja"
+    path.write_text("{% for message in messages %}")
+    for template in ("{% if %}", str(path)):
+        result = run_cli("serve", "/no/such/model", "--port", "0", "--chat-template", template)
+        assert result.exit_code == 2
+        assert "chat_template" in result.stderr
+
+
 def test_a_model_that_does_not_exist(environ):
     result = run_cli("serve", "/no/such/model", "--port", "0")
     assert result.exit_code == 1

@@ -17,7 +17,7 @@ from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.request import EngineCoreRequest
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
-from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
+from tokenmill.sampling_params import ALL_LOGPROBS, MAX_INTEGER, SamplingParams
 from tokenmill.tokenizer.tokenizer import Tokenizer
 
 _SEED_MASK = 2**64 - 1
@@ -210,6 +210,11 @@ class InputProcessor:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidRequestError(
                 f"priority={shown(priority)} must be an integer; smaller is earlier.",
+                parameter="priority",
+            )
+        if not -MAX_INTEGER <= priority <= MAX_INTEGER:
+            raise InvalidRequestError(
+                f"priority={shown(priority)} must lie between {-MAX_INTEGER} and {MAX_INTEGER}.",
                 parameter="priority",
             )
         if priority and not self._takes_priority:

@@ -126,13 +126,15 @@ async def _serve(
     args: EngineArgs, serve_args: ServeArgs, options: ServeOptions, console: Console, *, quiet: bool
 ) -> int:
     from tokenmill.engine.async_llm import AsyncLLM
-    from tokenmill.entrypoints.chat.templates import read_template
+    from tokenmill.entrypoints.chat.templates import is_source, read_template
     from tokenmill.entrypoints.cli.progress import loading_progress
     from tokenmill.entrypoints.http.auth import api_keys
     from tokenmill.entrypoints.http.server import run_server
 
     # What can be wrong is found before minutes go into loading a model.
-    read_template(args.chat_template)
+    template = read_template(args.chat_template)
+    if template is not None and is_source(template):
+        _check_template(template)
     _warn_of_open_doors(serve_args, num_keys=len(api_keys(serve_args)))
 
     async def start_engine() -> AsyncLLM:
@@ -147,6 +149,17 @@ async def _serve(
         chat_template=args.chat_template,
         announce=_announcer(console, serve_args, quiet=quiet),
     )
+
+
+def _check_template(source: str) -> None:
+    """Raise `ConfigError` if the server's own template is none: no chat would ever be answered."""
+    from tokenmill.entrypoints.chat.templates import ChatTemplate
+    from tokenmill.errors import ChatTemplateError
+
+    try:
+        ChatTemplate(source)
+    except ChatTemplateError as error:
+        raise ConfigError(f"chat_template: {error}") from error
 
 
 def _announcer(
