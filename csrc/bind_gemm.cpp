@@ -48,6 +48,7 @@ Multiplier multiplier(const std::string& name) {
   if (name == "amx_registers") return Multiplier::amx_registers;
   if (name == "amx_cache") return Multiplier::amx_cache;
   if (name == "avx512_bf16") return Multiplier::avx512_bf16;
+  if (name == "avx512_float32") return Multiplier::avx512_float32;
   if (name == "avx512_int8") return Multiplier::avx512_int8;
   throw std::invalid_argument("no multiplier is called " + name);
 }
@@ -78,6 +79,13 @@ Bf16Weights bf16_weights(const ReadBytes& packed, std::int64_t n, std::int64_t k
   const Bf16Weights weights{reinterpret_cast<const bf16*>(packed.data()), dimension(n, "n"),
                             dimension(k, "k")};
   check_bytes(packed.size(), packed_bf16_bytes(weights.n, weights.k), "packed");
+  return weights;
+}
+
+Float32Weights float32_weights(const ReadBytes& packed, std::int64_t n, std::int64_t k) {
+  const Float32Weights weights{reinterpret_cast<const float*>(packed.data()), dimension(n, "n"),
+                               dimension(k, "k")};
+  check_bytes(packed.size(), packed_float32_bytes(weights.n, weights.k), "packed");
   return weights;
 }
 
@@ -149,6 +157,9 @@ void bind_packing(nb::module_& module) {
   module.def("packed_bf16_bytes", [](std::int64_t n, std::int64_t k) {
     return packed_bf16_bytes(dimension(n, "n"), dimension(k, "k"));
   });
+  module.def("packed_float32_bytes", [](std::int64_t n, std::int64_t k) {
+    return packed_float32_bytes(dimension(n, "n"), dimension(k, "k"));
+  });
   module.def("packed_blocks_bytes", [](const std::string& type, std::int64_t n, std::int64_t k) {
     return packed_blocks_bytes(dimension(n, "n"), dimension(k, "k"),
                                block_format(block_type(type)));
@@ -162,6 +173,17 @@ void bind_packing(nb::module_& module) {
     Unlocked unlocked;
     pack_bf16(static_cast<const bf16*>(weight.data()), weight.stride(0), n, k, order,
               reinterpret_cast<bf16*>(packed.data()));
+  }, nb::arg("weight"), nb::arg("packed"), nb::arg("row_index").none());
+  module.def("pack_float32", [](const ReadTensor& weight, Bytes packed,
+                                std::optional<Ids> row_index) {
+    check(weight.ndim() == 2 && is_float32(weight), "weight", "a float32 matrix");
+    check_matrix(weight, "weight", weight.shape(1));
+    const int n = dimension(weight.shape(0), "n"), k = dimension(weight.shape(1), "k");
+    check_bytes(packed.size(), packed_float32_bytes(n, k), "packed");
+    const std::int64_t* order = row_order(row_index, n);
+    Unlocked unlocked;
+    pack_float32(static_cast<const float*>(weight.data()), weight.stride(0), n, k, order,
+                 reinterpret_cast<float*>(packed.data()));
   }, nb::arg("weight"), nb::arg("packed"), nb::arg("row_index").none());
   module.def("pack_blocks", [](const std::string& type, const ReadBytes& raw, std::int64_t rows,
                                std::int64_t columns, Bytes packed, std::optional<Ids> row_index) {
@@ -183,6 +205,16 @@ void bind_packing(nb::module_& module) {
     const std::int64_t* rows = check_ids(ids, n, "ids");
     Unlocked unlocked;
     unpack_bf16_rows(weights, rows, static_cast<int>(ids.size()), static_cast<float*>(out.data()));
+  });
+  module.def("unpack_float32_rows", [](const ReadBytes& packed, std::int64_t n, std::int64_t k,
+                                       const Ids& ids, Tensor out) {
+    const Float32Weights weights = float32_weights(packed, n, k);
+    check_matrix(out, "out", k);
+    check(is_float32(out) && out.shape(0) == ids.size(), "out", "float32, a row for each id");
+    const std::int64_t* rows = check_ids(ids, n, "ids");
+    Unlocked unlocked;
+    unpack_float32_rows(weights, rows, static_cast<int>(ids.size()),
+                        static_cast<float*>(out.data()));
   });
   module.def("unpack_block_rows", [](const ReadBytes& packed, const std::string& type,
                                      std::int64_t n, std::int64_t k, const Ids& ids, Tensor out) {
@@ -206,6 +238,18 @@ void bind_products(nb::module_& module) {
     const Bf16Rows rows{static_cast<const bf16*>(x.data()), x.stride(0)};
     submit(dimension(x.shape(0), "m"), [rows, weights, target](int num_rows) {
       gemm_bf16(rows, num_rows, weights, target);
+    });
+  }, nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("out"),
+     nb::arg("bias").none());
+  module.def("gemm_float32", [](const ReadTensor& x, const ReadBytes& packed, std::int64_t n,
+                                std::int64_t k, Tensor out, std::optional<Bias> bias) {
+    const Float32Weights weights = float32_weights(packed, n, k);
+    check_matrix(x, "x", k);
+    check(is_float32(x), "x", "float32");
+    const OutputRows target = output_rows(out, x.shape(0), weights.n, bias);
+    const Float32Rows rows{static_cast<const float*>(x.data()), x.stride(0)};
+    submit(dimension(x.shape(0), "m"), [rows, weights, target](int num_rows) {
+      gemm_float32(rows, num_rows, weights, target);
     });
   }, nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("out"),
      nb::arg("bias").none());

@@ -1,137 +1,151 @@
-// Block products and quantisation with AVX-512: the codes of a panel's group times a few rows.
+// Block products and quantisation with AVX-512: up to eight rows times a panel.
+//
+// A group of 32 values along K is multiplied half by half: eight rows of exact integers, scaled and
+// added to the sums, then the other half's. So weights are read in the order of their addresses,
+// which memory is fastest at, and sums and integers of eight rows fit the registers.
 //
 // The multiply instruction takes unsigned weights. 8-bit codes become unsigned by adding 128, and
-// the sums start at what that adds; so do 4-bit codes whose zero is not 0.
+// the integers start at what that adds; so do 4-bit codes whose zero is not 0.
 #include "common.h"
 #include "gemm_kernels.h"
 #include "gemm_store.h"
+#include "isa.h"
 
 namespace tokenmill {
 namespace {
 
 // Loops over rows are unrolled, as sums in an array stay in registers only then.
 
-constexpr int kRows = 4;  // divides QuantizedGroup::kRows, so that they lie in one block
+constexpr int kMostRows = 8;  // divides QuantizedGroup::kRows, so that they lie in one block
 constexpr int kQuads = kStep / 4;
-constexpr int kAhead = 8;  // groups that the prefetch runs ahead
 
-__m512i four_values(const std::int8_t* codes) {
-  std::int32_t values;
-  std::memcpy(&values, codes, 4);
-  return _mm512_set1_epi32(values);
+// Bytes that the prefetch runs ahead. Processors without AMX that we know (Zen 4) read a plain
+// stream a fifth faster by themselves, unless the work on it holds them up.
+std::int64_t prefetch_distance(int num_rows) {
+  constexpr int kFewRows = 4;
+  return num_rows <= kFewRows && detected_isa() != Isa::amx ? 0 : 4096;
 }
 
-template <int Rows, int Bits>
-TOKENMILL_INLINE void add_codes(const std::uint8_t* group, const std::int8_t* const (&x)[Rows],
-               __m512i (&sums)[Rows][2]) {
-  const __m512i* codes = reinterpret_cast<const __m512i*>(group);
-  if constexpr (Bits == 4) {
-    const __m512i low_mask = _mm512_set1_epi8(0x0f);
-#pragma GCC unroll 8
-    for (int quad = 0; quad < kQuads / 2; ++quad) {
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const __m512i both = _mm512_load_si512(codes + half * kQuads / 2 + quad);
-        const __m512i low = _mm512_and_si512(both, low_mask);
-        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_mask);
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-          sums[r][half] = _mm512_dpbusd_epi32(sums[r][half], low, four_values(x[r] + 4 * quad));
-          sums[r][half] = _mm512_dpbusd_epi32(sums[r][half], high,
-                                              four_values(x[r] + 4 * quad + kStep / 2));
-        }
-      }
-    }
-  } else {
-    const __m512i offset = _mm512_set1_epi8(static_cast<char>(0x80));
-#pragma GCC unroll 8
-    for (int quad = 0; quad < kQuads; ++quad) {
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const __m512i code = _mm512_xor_si512(
-            _mm512_load_si512(codes + half * kQuads + quad), offset);
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r)
-          sums[r][half] = _mm512_dpbusd_epi32(sums[r][half], code, four_values(x[r] + 4 * quad));
-      }
-    }
-  }
+// A format as the instructions see it. Zero is what unsigned codes exceed the values by.
+template <int Bits_, int Zero_, bool HasMinimum_>
+struct Format {
+  static constexpr int kBits = Bits_, kZero = Zero_;
+  static constexpr bool kHasMinimum = HasMinimum_;
+  static constexpr int kHalfBytes = kHalf * kStep * kBits / 8;
+  static constexpr std::size_t kGroupBytes = BlockFormat{kBits, 0, kHasMinimum}.group_bytes();
+};
+
+// Inline by force, as the compiler may hold a call that only prefetches to be without effect.
+TOKENMILL_INLINE void prefetch(const void* data, std::int64_t ahead) {
+  _mm_prefetch(static_cast<const char*>(data) + ahead, _MM_HINT_T0);
 }
 
 __m512 half_scales(const fp16* scales) {
   return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(scales)));
 }
 
-template <int Rows, int Bits, bool HasMinimum>
-void multiply_rows(const QuantizedRows& x, int row, const BlockWeights& weights,
-                   const std::uint8_t* panel, const PanelOutput& out) {
-  const BlockFormat format = weights.format;
-  const int num_groups = x.num_groups;
-  const std::size_t group_bytes = format.group_bytes();
+// x is the rows' codes from the quad's first value on.
+template <int Rows>
+TOKENMILL_INLINE void add_quad(__m512i codes, const std::int8_t* x, __m512i (&integers)[Rows]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) {
+    std::int32_t values;
+    std::memcpy(&values, x + r * kStep, 4);
+    integers[r] = _mm512_dpbusd_epi32(integers[r], codes, _mm512_set1_epi32(values));
+  }
+}
+
+template <class F, int Rows>
+TOKENMILL_INLINE void add_codes(const std::uint8_t* half_codes, const std::int8_t* x,
+                                std::int64_t ahead, __m512i (&integers)[Rows]) {
+  const __m512i* codes = reinterpret_cast<const __m512i*>(half_codes);
+  if constexpr (F::kBits == 4) {
+    const __m512i low_mask = _mm512_set1_epi8(0x0f);
+#pragma GCC unroll 4
+    for (int quad = 0; quad < kQuads / 2; ++quad) {
+      prefetch(codes + quad, ahead);
+      const __m512i both = _mm512_load_si512(codes + quad);
+      const __m512i high = _mm512_srli_epi16(both, 4);
+      add_quad<Rows>(_mm512_and_si512(both, low_mask), x + 4 * quad, integers);
+      add_quad<Rows>(_mm512_and_si512(high, low_mask), x + 4 * quad + kStep / 2, integers);
+    }
+  } else {
+    const __m512i offset = _mm512_set1_epi8(static_cast<char>(0x80));
+#pragma GCC unroll 8
+    for (int quad = 0; quad < kQuads; ++quad) {
+      prefetch(codes + quad, ahead);
+      const __m512i code = _mm512_xor_si512(_mm512_load_si512(codes + quad), offset);
+      add_quad<Rows>(code, x + 4 * quad, integers);
+    }
+  }
+}
+
+template <class F, int Rows>
+TOKENMILL_INLINE void add_half(const QuantizedGroup& x, int first, const std::uint8_t* codes,
+                               const fp16* scales, std::int64_t ahead, __m512 (&sums)[Rows]) {
+  __m512i integers[Rows];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) integers[r] = _mm512_set1_epi32(-F::kZero * x.sums[first + r]);
+  add_codes<F, Rows>(codes, x.codes[first], ahead, integers);
+  const __m512 scale = half_scales(scales);
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) {
+    const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[first + r]));
+    sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(integers[r]), both, sums[r]);
+  }
+  if constexpr (F::kHasMinimum) {
+    const __m512 minimum = half_scales(scales + kPanel);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+      sums[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x.scaled_sums[first + r]), sums[r]);
+  }
+}
+
+template <class F, int Rows>
+void multiply_rows(const QuantizedRows& x, int row, const std::uint8_t* panel,
+                   std::int64_t ahead, const PanelOutput& out) {
+  const QuantizedGroup* x_groups = x.block_of(row);
   const int first = row % QuantizedGroup::kRows;
-  const int zero = Bits == 8 ? 128 : format.zero;
-  __m512 sums[Rows][2];
+  __m512 low[Rows], high[Rows];
 #pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-  for (int g = 0; g < num_groups; ++g) {
-    const std::uint8_t* group = panel + g * group_bytes;
-    for (std::size_t at = 0; at < group_bytes; at += kCacheLine)
-      _mm_prefetch(reinterpret_cast<const char*>(group + kAhead * group_bytes + at), _MM_HINT_T0);
-
-    const QuantizedGroup& x_group = x.block_of(row)[g];
-    const std::int8_t* codes[Rows];
-    __m512i integers[Rows][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r) {
-      codes[r] = x_group.codes[first + r];
-      integers[r][0] = integers[r][1] = _mm512_set1_epi32(-zero * x_group.sums[first + r]);
-    }
-    add_codes<Rows, Bits>(group, codes, integers);
-
-    const fp16* scales = reinterpret_cast<const fp16*>(group + format.code_bytes());
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m512 scale = half_scales(scales + half * kHalf);
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r) {
-        const __m512 x_scale = _mm512_set1_ps(x_group.scales[first + r]);
-        sums[r][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(integers[r][half]),
-                                        _mm512_mul_ps(scale, x_scale), sums[r][half]);
-      }
-      if constexpr (HasMinimum) {
-        const __m512 minimum = half_scales(scales + kPanel + half * kHalf);
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r)
-          sums[r][half] = _mm512_fmadd_ps(
-              minimum, _mm512_set1_ps(x_group.scaled_sums[first + r]), sums[r][half]);
-      }
-    }
+  for (int r = 0; r < Rows; ++r) low[r] = high[r] = _mm512_setzero_ps();
+  for (int g = 0; g < x.num_groups; ++g, panel += F::kGroupBytes) {
+    const fp16* scales = reinterpret_cast<const fp16*>(panel + 2 * F::kHalfBytes);
+    add_half<F, Rows>(x_groups[g], first, panel, scales, ahead, low);
+    // Nothing of x that the first half read may be kept for the second: it would take the
+    // registers, and reading it again is cheaper than that.
+    __asm__ volatile("" : : : "memory");
+    add_half<F, Rows>(x_groups[g], first, panel + F::kHalfBytes, scales + kHalf, ahead, high);
+    prefetch(scales, ahead);
+    if constexpr (F::kHasMinimum) prefetch(scales + kPanel, ahead);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
-    out.store(row + r, 0, sums[r][0]);
-    out.store(row + r, 1, sums[r][1]);
+    out.store(row + r, 0, low[r]);
+    out.store(row + r, 1, high[r]);
   }
 }
 
-template <int Rows, int Bits, bool HasMinimum>
-void multiply_all(const QuantizedRows& x, Range rows, const BlockWeights& weights,
-                  const std::uint8_t* panel, const PanelOutput& out) {
-  if constexpr (Rows > 0) {
-    int row = rows.begin;
-    for (; row + Rows <= rows.end; row += Rows)
-      multiply_rows<Rows, Bits, HasMinimum>(x, row, weights, panel, out);
-    multiply_all<Rows - 1, Bits, HasMinimum>(x, {row, rows.end}, weights, panel, out);
+template <class F, int Rows = kMostRows>
+void multiply_tile(int num_rows, const QuantizedRows& x, int row, const std::uint8_t* panel,
+                   std::int64_t ahead, const PanelOutput& out) {
+  if constexpr (Rows > 1) {
+    if (num_rows < Rows) return multiply_tile<F, Rows - 1>(num_rows, x, row, panel, ahead, out);
   }
+  multiply_rows<F, Rows>(x, row, panel, ahead, out);
 }
 
-template <int Bits, bool HasMinimum>
+template <class F>
 void multiply_panels(const QuantizedRows& x, Range rows, const BlockWeights& weights, Range panels,
                      const OutputRows& out) {
-  const std::size_t panel_bytes = weights.k / kStep * weights.format.group_bytes();
-  for (int panel = panels.begin; panel < panels.end; ++panel)
-    multiply_all<kRows, Bits, HasMinimum>(x, rows, weights, weights.data + panel * panel_bytes,
-                                          PanelOutput(out, weights.n, panel));
+  const std::size_t panel_bytes = x.num_groups * F::kGroupBytes;
+  const std::int64_t ahead = prefetch_distance(rows.end - rows.begin);
+  for (int p = panels.begin; p < panels.end; ++p) {
+    const PanelOutput target(out, weights.n, p);
+    for (int row = rows.begin; row < rows.end; row += kMostRows)
+      multiply_tile<F>(min_of(rows.end - row, kMostRows), x, row, weights.data + p * panel_bytes,
+                       ahead, target);
+  }
 }
 
 struct Group {
@@ -154,13 +168,14 @@ Group load_group(const FloatRows& x, std::int64_t at) {
 
 void gemm_blocks_avx512(const QuantizedRows& x, Range rows, const BlockWeights& weights,
                         Range panels, const OutputRows& out) {
-  const BlockFormat format = weights.format;
-  if (format.bits == 4) {
-    format.has_minimum ? multiply_panels<4, true>(x, rows, weights, panels, out)
-                       : multiply_panels<4, false>(x, rows, weights, panels, out);
+  static_assert(block_format(BlockType::q4_0).zero == 8 && block_format(BlockType::q4_1).zero == 0);
+  const bool has_minimum = weights.format.has_minimum;
+  if (weights.format.bits == 4) {
+    has_minimum ? multiply_panels<Format<4, 0, true>>(x, rows, weights, panels, out)
+                : multiply_panels<Format<4, 8, false>>(x, rows, weights, panels, out);
   } else {
-    format.has_minimum ? multiply_panels<8, true>(x, rows, weights, panels, out)
-                       : multiply_panels<8, false>(x, rows, weights, panels, out);
+    has_minimum ? multiply_panels<Format<8, 128, true>>(x, rows, weights, panels, out)
+                : multiply_panels<Format<8, 128, false>>(x, rows, weights, panels, out);
   }
 }
 

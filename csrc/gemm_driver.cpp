@@ -79,6 +79,17 @@ void gemm_bf16(const Bf16Rows& x, int m, const Bf16Weights& weights, const Outpu
       });
 }
 
+void gemm_float32(const Float32Rows& x, int m, const Float32Weights& weights,
+                  const OutputRows& out) {
+  if (m == 0 || weights.n == 0) return;
+  const Float32Kernel kernel = choose(gemm_float32_avx512, gemm_float32_avx512);
+  const std::int64_t row_bytes = std::int64_t{weights.k} * sizeof(float);
+  Split(m, weights.n, row_bytes, row_bytes * kPanel)
+      .run(m, weights.n, [&](Range block, Range panels) {
+        kernel(x, block, weights, panels, out);
+      });
+}
+
 void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
                  const OutputRows& out) {
   if (m == 0 || weights.n == 0) return;

@@ -4,6 +4,7 @@
 // panel is contiguous: a thread reads its panels from front to back, once for all rows.
 //
 //   bf16    [N/32 panels][K/32 steps][2 halves][16 pairs][16 columns][2 values]
+//   float32 [N/32 panels][K values][32 columns]
 //   blocks  [N/32 panels][K/32 groups] of one group:
 //             codes      [2 halves][8 quads][16 columns][4 values], 8 bits each, or 4 bits: the
 //                        low halves of the bytes hold quads 0..3, the high halves 4..7
@@ -14,6 +15,7 @@
 //
 // Every output is one sum along K in one order, whatever M, the neighbours and the threads are.
 //   bf16    pairs along K, added to a float32 one after another, as the instruction does it
+//   float32 one fused multiply-add after another
 //   blocks  sum = 0; for each group:
 //             sum = fma(float(sum of codes * x_codes), scale * x_scale, sum)
 //             sum = fma(minimum, x_scaled_sum, sum)
@@ -61,6 +63,11 @@ struct Bf16Weights {
   int n, k;
 };
 
+struct Float32Weights {
+  const float* data;  // packed
+  int n, k;
+};
+
 struct BlockWeights {
   const std::uint8_t* data;  // packed
   int n, k;                  // k is a multiple of kStep
@@ -69,6 +76,11 @@ struct BlockWeights {
 
 struct Bf16Rows {
   const bf16* data;  // [m, k], rows `stride` values apart
+  std::int64_t stride;
+};
+
+struct Float32Rows {
+  const float* data;  // [m, k], rows `stride` values apart
   std::int64_t stride;
 };
 
@@ -112,6 +124,8 @@ struct OutputRows {
 // All of these split their work among the pool's threads, and none allocates once the threads'
 // scratch memory has grown to the shapes in use. x and out must not overlap.
 void gemm_bf16(const Bf16Rows& x, int m, const Bf16Weights& weights, const OutputRows& out);
+void gemm_float32(const Float32Rows& x, int m, const Float32Weights& weights,
+                  const OutputRows& out);
 void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
                  const OutputRows& out);
 void quantize_rows(const FloatRows& x, int m, const QuantizedRows& out);
@@ -126,6 +140,8 @@ struct Range {
 
 using Bf16Kernel = void (*)(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
                             const OutputRows&);
+using Float32Kernel = void (*)(const Float32Rows&, Range rows, const Float32Weights&,
+                               Range panels, const OutputRows&);
 using BlockKernel = void (*)(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
                              const OutputRows&);
 
@@ -133,6 +149,8 @@ void gemm_bf16_avx512(const Bf16Rows&, Range rows, const Bf16Weights&, Range pan
                       const OutputRows&);
 void gemm_bf16_amx(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
                    const OutputRows&);
+void gemm_float32_avx512(const Float32Rows&, Range rows, const Float32Weights&, Range panels,
+                         const OutputRows&);
 void gemm_blocks_avx512(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
                         const OutputRows&);
 void gemm_blocks_amx(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,

@@ -7,13 +7,15 @@
 namespace tokenmill {
 
 // Bytes per second of reading a buffer of `num_bytes` from front to back, shared among the threads;
-// the best of `repeats` rounds. A buffer that fits a cache shows the cache.
+// the best of `repeats` rounds, with and without a prefetch. A buffer that fits a cache shows the
+// cache.
 double measure_read_bandwidth(std::size_t num_bytes, int repeats);
 
 enum class Multiplier {
   amx_registers,  // bf16 tiles, operands in registers
   amx_cache,      // bf16 tiles, both operands read from the second-level cache
   avx512_bf16,    // bf16 pairs, operands in registers
+  avx512_float32, // floats, operands in registers
   avx512_int8,    // int8 quads, operands in registers
 };
 
@@ -23,12 +25,14 @@ enum class Multiplier {
 // may not be used.
 double measure_peak(Multiplier multiplier, int repeats);
 
-// What the instruction sets provide: one thread's share of a round.
-void read_bytes_avx512(const void* data, std::size_t num_bytes);
+// What the instruction sets provide: one thread's share of a round. The prefetch runs `ahead` bytes
+// ahead.
+void read_bytes_avx512(const void* data, std::size_t num_bytes, std::size_t ahead);
 // These return the operations done. `data` are bf16 operands, a multiple of four tiles (4 kB).
 double multiply_registers_amx(const void* data);
 double multiply_cache_amx(const void* data, std::size_t num_bytes);
 double multiply_bf16_avx512(const void* data);
+double multiply_float32_avx512(const void* data);
 double multiply_int8_avx512(const void* data);
 
 }  // namespace tokenmill

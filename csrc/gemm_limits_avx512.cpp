@@ -11,15 +11,14 @@ const __m512i* vectors(const void* data) { return static_cast<const __m512i*>(da
 
 }  // namespace
 
-void read_bytes_avx512(const void* data, std::size_t num_bytes) {
+void read_bytes_avx512(const void* data, std::size_t num_bytes, std::size_t ahead) {
   constexpr int kChains = 8;
-  constexpr std::size_t kAhead = 4096;
   const char* bytes = static_cast<const char*>(data);
   __m512i sums[kChains];
   for (__m512i& sum : sums) sum = _mm512_setzero_si512();
   for (std::size_t at = 0; at + kChains * 64 <= num_bytes; at += kChains * 64) {
     for (int chain = 0; chain < kChains; ++chain) {
-      _mm_prefetch(bytes + at + chain * 64 + kAhead, _MM_HINT_T0);
+      _mm_prefetch(bytes + at + chain * 64 + ahead, _MM_HINT_T0);
       sums[chain] = _mm512_xor_si512(sums[chain], _mm512_load_si512(bytes + at + chain * 64));
     }
   }
@@ -40,6 +39,20 @@ double multiply_bf16_avx512(const void* data) {
 #pragma GCC unroll 16
   for (int i = 0; i < kSums; ++i) __asm__ volatile("" : : "v"(sums[i]));  // the sums count as used
   return 2.0 * 32 * kSums * kRounds;
+}
+
+double multiply_float32_avx512(const void* data) {
+  const __m512 a = _mm512_load_ps(vectors(data)), b = _mm512_load_ps(vectors(data) + 1);
+  __m512 sums[kSums];
+#pragma GCC unroll 16
+  for (int i = 0; i < kSums; ++i) sums[i] = _mm512_load_ps(vectors(data) + 2 + i);
+  for (int round = 0; round < kRounds; ++round) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kSums; ++i) sums[i] = _mm512_fmadd_ps(a, b, sums[i]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kSums; ++i) __asm__ volatile("" : : "v"(sums[i]));
+  return 2.0 * 16 * kSums * kRounds;
 }
 
 double multiply_int8_avx512(const void* data) {

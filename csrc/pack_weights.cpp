@@ -8,9 +8,15 @@ namespace {
 constexpr int kPairs = kStep / 2;
 constexpr int kQuads = kStep / 4;
 
-// Position of (column of the panel, value of the step) within a step of bf16.
-constexpr int bf16_at(int column, int value) {
-  return ((column / kHalf * kPairs + value / 2) * kHalf + column % kHalf) * 2 + value % 2;
+// Positions of (column, value along K) within a panel.
+constexpr std::int64_t bf16_in_panel(int column, int value) {
+  const int pair = value % kStep / 2;
+  return std::int64_t{value / kStep} * (kPanel * kStep) +
+         ((column / kHalf * kPairs + pair) * kHalf + column % kHalf) * 2 + value % 2;
+}
+
+constexpr std::int64_t float32_in_panel(int column, int value) {
+  return std::int64_t{value} * kPanel + column;
 }
 
 // Byte of four codes within a group; `quads` is how many lie behind one another.
@@ -77,10 +83,27 @@ int code_of(const BlockFormat& format, const std::uint8_t* group, int column, in
   return (value < kStep / 2 ? both & 15 : both >> 4) - format.zero;
 }
 
+template <class T, class Position>
+void pack_panels(const T* weight, std::int64_t stride, int n, int k, const std::int64_t* row_index,
+                 std::int64_t panel_values, T* packed, Position position) {
+  parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
+    T* target = packed + panel * panel_values;
+    std::memset(target, 0, sizeof(T) * panel_values);
+    for (int column = 0; column < min_of(kPanel, n - panel * kPanel); ++column) {
+      const T* row = weight + source_row(row_index, panel * kPanel + column) * stride;
+      for (int value = 0; value < k; ++value) target[position(column, value)] = row[value];
+    }
+  });
+}
+
 }  // namespace
 
 std::size_t packed_bf16_bytes(int n, int k) {
   return sizeof(bf16) * round_up<std::size_t>(n, kPanel) * round_up<std::size_t>(k, kStep);
+}
+
+std::size_t packed_float32_bytes(int n, int k) {
+  return sizeof(float) * round_up<std::size_t>(n, kPanel) * k;
 }
 
 std::size_t packed_blocks_bytes(int n, int k, BlockFormat format) {
@@ -99,16 +122,13 @@ std::size_t raw_block_bytes(BlockType type) {
 
 void pack_bf16(const bf16* weight, std::int64_t stride, int n, int k, const std::int64_t* row_index,
                bf16* packed) {
-  const std::int64_t panel_values = std::int64_t{round_up(k, kStep)} * kPanel;
-  parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
-    bf16* target = packed + panel * panel_values;
-    std::memset(target, 0, sizeof(bf16) * panel_values);
-    for (int column = 0; column < min_of(kPanel, n - panel * kPanel); ++column) {
-      const bf16* row = weight + source_row(row_index, panel * kPanel + column) * stride;
-      for (int value = 0; value < k; ++value)
-        target[value / kStep * (kPanel * kStep) + bf16_at(column, value % kStep)] = row[value];
-    }
-  });
+  pack_panels(weight, stride, n, k, row_index, std::int64_t{round_up(k, kStep)} * kPanel, packed,
+              bf16_in_panel);
+}
+
+void pack_float32(const float* weight, std::int64_t stride, int n, int k,
+                  const std::int64_t* row_index, float* packed) {
+  pack_panels(weight, stride, n, k, row_index, std::int64_t{k} * kPanel, packed, float32_in_panel);
 }
 
 void pack_blocks(BlockType type, const std::uint8_t* raw, int n, int k,
@@ -137,8 +157,18 @@ void unpack_bf16_rows(const Bf16Weights& weights, const std::int64_t* ids, int n
     const int column = static_cast<int>(ids[i] % kPanel);
     float* row = out + std::int64_t{i} * weights.k;
     for (int value = 0; value < weights.k; ++value)
-      row[value] = bf16_to_float(
-          panel[value / kStep * (kPanel * kStep) + bf16_at(column, value % kStep)]);
+      row[value] = bf16_to_float(panel[bf16_in_panel(column, value)]);
+  });
+}
+
+void unpack_float32_rows(const Float32Weights& weights, const std::int64_t* ids, int num_ids,
+                         float* out) {
+  parallel_for(num_ids, [&](int i, int) {
+    const float* panel = weights.data + ids[i] / kPanel * std::int64_t{weights.k} * kPanel;
+    const int column = static_cast<int>(ids[i] % kPanel);
+    float* row = out + std::int64_t{i} * weights.k;
+    for (int value = 0; value < weights.k; ++value)
+      row[value] = panel[float32_in_panel(column, value)];
   });
 }
 

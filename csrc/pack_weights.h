@@ -10,6 +10,7 @@
 namespace tokenmill {
 
 std::size_t packed_bf16_bytes(int n, int k);
+std::size_t packed_float32_bytes(int n, int k);
 std::size_t packed_blocks_bytes(int n, int k, BlockFormat format);
 
 // Bytes of a block of 32 values in a GGUF file.
@@ -21,12 +22,18 @@ std::size_t raw_block_bytes(BlockType type);
 void pack_bf16(const bf16* weight, std::int64_t stride, int n, int k, const std::int64_t* row_index,
                bf16* packed);
 
+// The same for float32.
+void pack_float32(const float* weight, std::int64_t stride, int n, int k,
+                  const std::int64_t* row_index, float* packed);
+
 // The same for rows of GGUF blocks that follow one another. No value is rounded.
 void pack_blocks(BlockType type, const std::uint8_t* raw, int n, int k,
                  const std::int64_t* row_index, std::uint8_t* packed);
 
 // Rows ids[0..num_ids) of the weight as float32 [num_ids, k].
 void unpack_bf16_rows(const Bf16Weights& weights, const std::int64_t* ids, int num_ids, float* out);
+void unpack_float32_rows(const Float32Weights& weights, const std::int64_t* ids, int num_ids,
+                         float* out);
 void unpack_block_rows(const BlockWeights& weights, const std::int64_t* ids, int num_ids,
                        float* out);
 

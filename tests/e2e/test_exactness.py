@@ -23,21 +23,16 @@ PROMPTS = [
     long_prompt(900) + " And then",
     "The",
 ]
-NUM_TOKENS = {"bfloat16": 24, "float32": 8}
-"""Float32 computes on torch's kernels, which are slow; most requests there are short."""
 
 
-def requests(dtype: str) -> tuple[list[str], list[SamplingParams]]:
+def requests() -> tuple[list[str], list[SamplingParams]]:
     """Prompts and their parameters, greedy and random in turn."""
-    prompts = PROMPTS if dtype == "bfloat16" else [*PROMPTS[:3], PROMPTS[5], PROMPTS[7]]
-    common: dict[str, Any] = {
-        "max_tokens": NUM_TOKENS[dtype], "ignore_eos": True, "logprobs": 3
-    }  # fmt: skip
-    return prompts, [
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 3}
+    return PROMPTS, [
         SamplingParams(temperature=0, **common)
         if i % 2 == 0
         else SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=i, **common)
-        for i in range(len(prompts))
+        for i in range(len(PROMPTS))
     ]
 
 
@@ -67,7 +62,7 @@ def alone(dtype: str) -> Result:
     with engine(dtype, enable_prefix_caching=False) as llm:
         return [
             result
-            for prompt, params in zip(*requests(dtype), strict=True)
+            for prompt, params in zip(*requests(), strict=True)
             for result in results(llm.generate(prompt, params))
         ]
 
@@ -76,35 +71,31 @@ def alone(dtype: str) -> Result:
 class TestB111:
     def test_all_at_once(self, dtype: str) -> None:
         with engine(dtype, enable_prefix_caching=False) as llm:
-            assert results(llm.generate(*requests(dtype))) == alone(dtype)
+            assert results(llm.generate(*requests())) == alone(dtype)
 
     @pytest.mark.parametrize("budget", [7, 16, 64])
     def test_in_chunks(self, dtype: str, budget: int) -> None:
         with engine(dtype, max_num_batched_tokens=budget, max_num_seqs=7) as llm:
-            assert results(llm.generate(*requests(dtype))) == alone(dtype)
+            assert results(llm.generate(*requests())) == alone(dtype)
 
     def test_preempted(self, dtype: str) -> None:
         small = {"num_kv_blocks": 10, "block_size": 32, "max_model_len": 288}
-        if dtype == "float32":
-            small = {"num_kv_blocks": 29, "block_size": 4, "max_model_len": 112}
         with engine(dtype, kv_cache_memory_bytes=None, **small) as llm:
-            outputs = llm.generate(*requests(dtype))
+            outputs = llm.generate(*requests())
             assert results(outputs) == alone(dtype)
             assert sum(output.metrics.num_preemptions for output in outputs) > 0
 
     def test_cached(self, dtype: str) -> None:
         with engine(dtype) as llm:
-            llm.generate(*requests(dtype))
-            outputs = llm.generate(*requests(dtype))
+            llm.generate(*requests())
+            outputs = llm.generate(*requests())
             assert results(outputs) == alone(dtype)
-            assert sum(output.num_cached_tokens for output in outputs) > (
-                200 if dtype == "bfloat16" else 60
-            )
+            assert sum(output.num_cached_tokens for output in outputs) > 200
 
     def test_planned_ahead(self, dtype: str) -> None:
         with engine(dtype, async_scheduling=True, max_num_batched_tokens=64) as llm:
-            assert results(llm.generate(*requests(dtype))) == alone(dtype)
+            assert results(llm.generate(*requests())) == alone(dtype)
 
     def test_one_thread(self, dtype: str) -> None:
         with engine(dtype, num_threads=1) as llm:
-            assert results(llm.generate(*requests(dtype))) == alone(dtype)
+            assert results(llm.generate(*requests())) == alone(dtype)

@@ -14,6 +14,7 @@ from tokenmill.attention.forward_context import set_forward_context
 from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
 from tokenmill.config.engine_config import ModelConfig
+from tokenmill.layers.kernels import LayerKernels
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 
@@ -73,9 +74,10 @@ def model_from_tensors(
     tensors: Mapping[str, torch.Tensor],
     dtype: str = "float32",
     max_model_len: int = 512,
+    kernels: LayerKernels | None = None,
 ) -> CausalLM:
     checkpoint = TensorCheckpoint(hf_config, tensors)
-    return load_model(model_config(hf_config, dtype, max_model_len), checkpoint)
+    return load_model(model_config(hf_config, dtype, max_model_len), checkpoint, kernels=kernels)
 
 
 class PagedRun:

@@ -33,6 +33,10 @@ def random_bf16(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=generator(seed, *shape)).bfloat16()
 
 
+def random_float32(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed, *shape))
+
+
 def random_blocks(block_type: str, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(raw bytes, float32 weight [n, k]) of random blocks; the weight is what gguf makes of them.
 
@@ -86,6 +90,30 @@ def test_bf16_product(isa, m, n, k) -> None:
     assert torch.equal(gemm.gemm_bf16(x, packed, bias), with_bias.bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [*SHAPES, (5, 48, 1), (9, 31, 33), (24, 40, 47), (40, 16, 577)]
+)
+def test_float32_product(m, n, k) -> None:
+    x, weight, bias = random_float32(m, k), random_float32(n, k, seed=1), random_float32(n)
+    packed = gemm.PackedFloat32.pack(weight)
+    assert_near(gemm.gemm_float32(x, packed), x, weight)
+    with_bias = gemm.gemm_float32(x, packed, bias)
+    assert_near(with_bias, x, weight, bias)
+    rounded = gemm.gemm_float32(x, packed, bias, out=torch.empty(m, n, dtype=torch.bfloat16))
+    assert torch.equal(rounded, with_bias.bfloat16())
+
+
+def test_float32_products_add_along_k_in_order() -> None:
+    """The bits of one fused multiply-add after another, which float64 gives for few digits."""
+    x, weight = random_bf16(3, 70).float(), random_bf16(5, 70, seed=1).float()
+    expected = torch.zeros(3, 5)
+    for value in range(70):
+        product = x[:, value : value + 1].double() * weight[:, value].double()  # exact
+        expected = (product + expected.double()).float()
+    packed = gemm.PackedFloat32.pack(weight)
+    assert bits(gemm.gemm_float32(x, packed)) == bits(expected)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("block_type", BLOCK_TYPES)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
@@ -113,15 +141,30 @@ def test_block_products_agree_between_instruction_sets(m) -> None:
         assert all(result == results[0] for result in results)
 
 
+SPANS = [(0, 1), (7, 8), (100, 101), (3, 19), (20, 53), (0, 33), (64, 101)]
+SPANS += [(40, 40 + length) for length in range(2, 14)]
+"""Rows of 101: alone, and as many as any tile of rows has."""
+
+
 @pytest.mark.parametrize("isa", ISAS)
-def test_bf16_rows_are_the_same_alone_and_in_a_batch(isa) -> None:
+@pytest.mark.parametrize("k", [800, 4700])  # the second is more than one part of a panel
+def test_bf16_rows_are_the_same_alone_and_in_a_batch(isa, k) -> None:
     _native.set_active_isa(isa)
-    x = random_bf16(101, 800)
-    packed = gemm.PackedBf16.pack(random_bf16(77, 800, seed=1))
+    x = random_bf16(101, k)
+    packed = gemm.PackedBf16.pack(random_bf16(77, k, seed=1))
     whole = gemm.gemm_bf16(x, packed, out_dtype=torch.float32)
-    for begin, end in [(0, 1), (7, 8), (100, 101), (3, 19), (20, 53), (0, 33), (64, 101)]:
+    for begin, end in SPANS:
         part = gemm.gemm_bf16(x[begin:end], packed, out_dtype=torch.float32)
-        assert bits(part) == bits(whole[begin:end])
+        assert torch.equal(part, whole[begin:end])
+
+
+@pytest.mark.parametrize("k", [800, 4700])
+def test_float32_rows_are_the_same_alone_and_in_a_batch(k) -> None:
+    x = random_float32(101, k)
+    packed = gemm.PackedFloat32.pack(random_float32(77, k, seed=1))
+    whole = gemm.gemm_float32(x, packed)
+    for begin, end in SPANS:
+        assert torch.equal(gemm.gemm_float32(x[begin:end], packed), whole[begin:end])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -131,7 +174,7 @@ def test_block_rows_are_the_same_alone_and_in_a_batch(isa, block_type) -> None:
     x = random_bf16(101, 800)
     packed = gemm.PackedBlocks.pack(block_type, random_blocks(block_type, 77, 800)[0], 77, 800)
     whole = gemm.gemm_blocks(gemm.quantize_rows(x), packed, out_dtype=torch.float32)
-    for begin, end in [(0, 1), (7, 8), (100, 101), (3, 19), (20, 53), (0, 33), (64, 101)]:
+    for begin, end in SPANS:
         rows = gemm.quantize_rows(x[begin:end])
         part = gemm.gemm_blocks(rows, packed, out_dtype=torch.float32)
         assert bits(part) == bits(whole[begin:end])
@@ -144,6 +187,7 @@ def test_threads_do_not_change_a_bit(isa, m) -> None:
     k, n = 1536, 96  # 700 rows of 1536 values are more than one block of rows
     x = random_bf16(m, k)
     bf16 = gemm.PackedBf16.pack(random_bf16(n, k, seed=1))
+    float32 = gemm.PackedFloat32.pack(random_float32(n, k, seed=1))
     blocks = gemm.PackedBlocks.pack("Q4_1", random_blocks("Q4_1", n, k)[0], n, k)
     results = []
     for num_threads in [1, 2, 3]:
@@ -152,6 +196,7 @@ def test_threads_do_not_change_a_bit(isa, m) -> None:
         results.append(
             (
                 bits(gemm.gemm_bf16(x, bf16, out_dtype=torch.float32)),
+                bits(gemm.gemm_float32(x.float(), float32)),
                 bits(gemm.gemm_blocks(quantized, blocks, out_dtype=torch.float32)),
             )
         )
@@ -176,16 +221,26 @@ def test_quantised_rows_are_the_reference(isa, dtype, m, k) -> None:
     assert torch.equal(quantized.scaled_sums, sums.float() * scales)
 
 
-def test_a_bad_row_spoils_no_other() -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_bad_row_spoils_no_other(isa) -> None:
+    _native.set_active_isa(isa)
     x = random_bf16(20, 64)
-    packed_bf16 = gemm.PackedBf16.pack(random_bf16(40, 64, seed=1))
-    packed = gemm.PackedBlocks.pack("Q4_1", random_blocks("Q4_1", 40, 64)[0], 40, 64)
-    good = gemm.gemm_bf16(x, packed_bf16), gemm.gemm_blocks(gemm.quantize_rows(x), packed)
+    bf16 = gemm.PackedBf16.pack(random_bf16(40, 64, seed=1))
+    float32 = gemm.PackedFloat32.pack(random_float32(40, 64, seed=1))
+    blocks = gemm.PackedBlocks.pack("Q4_1", random_blocks("Q4_1", 40, 64)[0], 40, 64)
+
+    def products() -> list[torch.Tensor]:
+        return [
+            gemm.gemm_bf16(x, bf16),
+            gemm.gemm_float32(x.float(), float32),
+            gemm.gemm_blocks(gemm.quantize_rows(x), blocks),
+        ]
+
+    good = products()
     x[7, 3] = torch.nan
     x[11, 40] = torch.inf
-    bad = gemm.gemm_bf16(x, packed_bf16), gemm.gemm_blocks(gemm.quantize_rows(x), packed)
     others = [row for row in range(20) if row not in (7, 11)]
-    for before, after in zip(good, bad, strict=True):
+    for before, after in zip(good, products(), strict=True):
         assert torch.equal(before[others], after[others])
         assert bool(after[7].isnan().all())
         assert not bool(after[11].isfinite().any())
@@ -208,6 +263,13 @@ def test_bf16_is_packed_without_loss(n, k) -> None:
     assert torch.equal(gemm.PackedBf16.pack(weight, order).unpack_rows(order), weight[order][order])
 
 
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 65), (100, 288)])
+def test_float32_is_packed_without_loss(n, k) -> None:
+    weight, order = random_float32(n, k), torch.randperm(n, generator=generator(n))
+    packed = gemm.PackedFloat32.pack(weight, order)
+    assert torch.equal(packed.unpack_rows(order), weight[order][order])
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_empty_shapes(isa) -> None:
     _native.set_active_isa(isa)
@@ -219,6 +281,9 @@ def test_empty_shapes(isa) -> None:
     assert gemm.gemm_bf16(random_bf16(3, 64), none).shape == (3, 0)
     without_k = gemm.PackedBf16.pack(random_bf16(40, 0))
     assert not gemm.gemm_bf16(random_bf16(3, 0), without_k).any()
+    floats = gemm.PackedFloat32.pack(random_float32(40, 0))
+    assert not gemm.gemm_float32(random_float32(3, 0), floats).any()
+    assert gemm.gemm_float32(random_float32(0, 0), floats).shape == (0, 40)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -233,6 +298,11 @@ def test_rows_of_a_wider_buffer(isa) -> None:
     assert torch.equal(out[:, 30:70], expected)
     assert bool((out[:, :30] == 7).all())
     assert bool((out[:, 70:] == 7).all())
+    floats = gemm.PackedFloat32.pack(random_float32(40, 64, seed=1))
+    gemm.gemm_float32(wide.float()[:, 70:134], floats, out=out[:, 30:70])
+    assert torch.equal(out[:, 30:70], gemm.gemm_float32(wide[:, 70:134].float(), floats))
+    assert bool((out[:, :30] == 7).all())
+    assert bool((out[:, 70:] == 7).all())
     strided = gemm.quantize_rows(wide[:, 70:134])
     assert torch.equal(strided.codes, gemm.quantize_rows(wide[:, 70:134].contiguous()).codes)
 
@@ -243,6 +313,13 @@ def test_wrong_arguments_are_refused() -> None:
         gemm.gemm_bf16(random_bf16(3, 32), packed)
     with pytest.raises(ValueError, match="x must be bfloat16"):
         gemm.gemm_bf16(torch.zeros(3, 64), packed)
+    floats = gemm.PackedFloat32.pack(random_float32(40, 64))
+    with pytest.raises(ValueError, match="x must be float32"):
+        gemm.gemm_float32(random_bf16(3, 64), floats)
+    with pytest.raises(ValueError, match="weight must be a float32 matrix"):
+        gemm.PackedFloat32.pack(random_bf16(40, 64))
+    with pytest.raises(ValueError, match="packed must be 16384 bytes, not 8192"):
+        gemm.gemm_float32(random_float32(3, 64), gemm.PackedFloat32(packed.buffer, 40, 64))
     with pytest.raises(ValueError, match="out must be of 3 rows"):
         gemm.gemm_bf16(random_bf16(3, 64), packed, out=torch.empty(4, 40))
     with pytest.raises(ValueError, match="bias must be 40 values"):

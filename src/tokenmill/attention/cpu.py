@@ -1,4 +1,4 @@
-"""Attention by the native kernels: activations in bfloat16 on processors with AVX-512.
+"""Attention by the native kernels: activations in bfloat16 or float32, processors with AVX-512.
 
 The cache has a layout of its own (`kernels/paged_attention.py`).
 """
@@ -27,7 +27,7 @@ from tokenmill.kernels.paged_attention import (
     write_kv,
 )
 
-_DTYPE = "bfloat16"
+_DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class CpuBackend:
             return [f"runs on a CPU, not on {spec.device}"]
         if spec.has_sinks:
             return ["it has no attention sinks"]
-        if spec.dtype != _DTYPE:
-            return [f"dtype {spec.dtype} is served by the reference, {_DTYPE} here"]
+        if spec.dtype not in _DTYPES:
+            return [f"dtype {spec.dtype!r} is not one of {', '.join(_DTYPES)}"]
         return unsupported_reasons(
-            spec.kv_dtype or _DTYPE,
+            spec.kv_dtype or spec.dtype,
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_size,
@@ -67,7 +67,8 @@ class CpuBackend:
         head_size: int,
         kv_dtype: str | None = None,
     ) -> tuple[int, ...]:
-        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, kv_dtype or _DTYPE)
+        kv_dtype = kv_dtype or _DTYPES[0]  # the shape is the same for all of them
+        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, kv_dtype)
 
     def make_metadata_builder(self, spec: AttentionSpec, limits: CacheLimits) -> CpuMetadataBuilder:
         return CpuMetadataBuilder(_shape(spec), limits.num_blocks)
@@ -78,7 +79,7 @@ class CpuBackend:
 
 def _shape(spec: AttentionSpec) -> PagedAttentionShape:
     return PagedAttentionShape(
-        kv_dtype=spec.kv_dtype or _DTYPE,
+        kv_dtype=spec.kv_dtype or spec.dtype,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,

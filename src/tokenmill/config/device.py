@@ -58,7 +58,14 @@ def choose_kernels(device: str, dtype: str, machine: Machine) -> str:
     """The name of the kernels that serve `dtype` there."""
     if device == "cuda":
         return "triton"
+    if dtype == "float32" and machine.isa in NATIVE_KERNELS:
+        return "avx512"  # tiles multiply no float32
     return machine.isa if dtype == "bfloat16" else "reference"
+
+
+def keeps_blocks(kernels: str, dtype: str) -> bool:
+    """Whether block weights keep their codes; else they become `dtype`."""
+    return kernels in NATIVE_KERNELS and dtype == "bfloat16"
 
 
 def flops_per_second(kernels: str, num_threads: int) -> float:

@@ -20,6 +20,7 @@ from tokenmill.config.device import (
     choose_exact,
     choose_kernels,
     flops_per_second,
+    keeps_blocks,
 )
 from tokenmill.config.dtypes import FLOAT8, canonical_dtype, canonical_kv_dtype
 from tokenmill.config.engine_args import EngineArgs
@@ -89,8 +90,9 @@ def resolve(
     kernels = choose_kernels(device, dtype, machine)
     kv_dtype = _kv_dtype(args, dtype, kernels)
     quantization = _quantization(args, device, dtype)
-    keeps_blocks = kernels in NATIVE_KERNELS
-    weights = Weights(tensor_shapes, tensor_formats, dtype, keeps_blocks, quantization)
+    weights = Weights(
+        tensor_shapes, tensor_formats, dtype, keeps_blocks(kernels, dtype), quantization
+    )
     flops = flops_per_second(kernels, num_threads)
     budget = _token_budget(args, weights, parameters, flops, defaults, choices)
     step = StepShape(_max_num_seqs(args, budget, defaults, choices), budget, max_model_len)
@@ -167,7 +169,7 @@ def _kv_dtype(args: EngineArgs, dtype: str, kernels: str) -> str:
         possible, where = kernels == "triton", "a GPU can do"
     else:
         possible = kernels in NATIVE_KERNELS
-        where = "the native kernels of a CPU can do, with dtype='bfloat16'"
+        where = "the native kernels of a CPU can do, with dtype='bfloat16' or 'float32'"
     if not possible:
         raise ConfigError(
             f"kv_cache_dtype={args.kv_cache_dtype!r} differs from dtype={dtype!r}, which only"

@@ -1,6 +1,7 @@
 """Matrix products with packed weights: x [M, K] @ weight [N, K].T + bias [N].
 
     PackedBf16     bfloat16 weights          x bfloat16
+    PackedFloat32  float32 weights           x float32
     PackedBlocks   GGUF blocks, 4 or 8 bits  x quantised to int8 in groups of 32 values of a row
 
 A row's result has the same bits for any M, any neighbours and any number of threads. Blocks also
@@ -47,6 +48,34 @@ class PackedBf16:
         """Rows ids (int64 [num_ids]) of the weight, float32 [num_ids, K]."""
         out = torch.empty(len(ids), self.in_features)
         native.module().unpack_bf16_rows(self.buffer, self.out_features, self.in_features, ids, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFloat32:
+    """Weights in the order in which the kernels read them."""
+
+    buffer: torch.Tensor
+    """uint8, in memory of its own (huge pages where the system allows them)."""
+    out_features: int
+    """N."""
+    in_features: int
+    """K."""
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor, row_index: torch.Tensor | None = None) -> PackedFloat32:
+        """Copy weight, float32 [N, K]; row i becomes weight[row_index[i]] (int64 [N])."""
+        n, k = weight.shape
+        buffer = _allocate(native.module().packed_float32_bytes(n, k))
+        native.module().pack_float32(weight, buffer, row_index)
+        return cls(buffer, n, k)
+
+    def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ids (int64 [num_ids]) of the weight, float32 [num_ids, K]."""
+        out = torch.empty(len(ids), self.in_features)
+        native.module().unpack_float32_rows(
+            self.buffer, self.out_features, self.in_features, ids, out
+        )
         return out
 
 
@@ -165,6 +194,25 @@ def gemm_bf16(
     if out is None:
         out = arena.empty(x.shape[0], weight.out_features, dtype=out_dtype)
     native.module().gemm_bf16(x, weight.buffer, weight.out_features, weight.in_features, out, bias)
+    return out
+
+
+def gemm_float32(
+    x: torch.Tensor,
+    weight: PackedFloat32,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x, float32 [M, K], to x @ weight.T + bias (float32 [N]), float32 or in `out` [M, N].
+
+    Each sum is one fused multiply-add after another along K. `out` may be bfloat16.
+    """
+    if out is None:
+        out = arena.empty(x.shape[0], weight.out_features, dtype=torch.float32)
+    native.module().gemm_float32(
+        x, weight.buffer, weight.out_features, weight.in_features, out, bias
+    )
     return out
 
 

@@ -12,6 +12,9 @@ from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
 
+NATIVE_DTYPES = ("bfloat16", "float32")
+"""Types of activations that the native kernels know."""
+
 
 class LayerKernels(Protocol):
     """What layers are made of, in one arithmetic."""
@@ -53,7 +56,7 @@ class LayerKernels(Protocol):
 
 def uses_native_kernels(dtype: str) -> bool:
     """Whether models of this dtype run on the native kernels here."""
-    return dtype == "bfloat16" and native.is_available()
+    return dtype in NATIVE_DTYPES and native.is_available()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Weights packed for the native kernels: bfloat16, or the codes and scales of GGUF blocks."""
+"""Weights packed for the native kernels: plain, or the codes and scales of GGUF blocks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from tokenmill.kernels.gemm import (
     BLOCK_TYPES,
     PackedBf16,
     PackedBlocks,
+    PackedFloat32,
     QuantizedRows,
     gemm_bf16,
     gemm_blocks,
+    gemm_float32,
     quantize_rows,
 )
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.weights import WeightSlot
 from tokenmill.quantization.dequantize import dequantize, rows_in_order
+
+PackedWeight = PackedBf16 | PackedFloat32 | PackedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +33,21 @@ class _Span:
     """Neighbouring rows of the matrix in one format."""
 
     rows: slice
-    weight: PackedBf16 | PackedBlocks
+    weight: PackedWeight
 
 
 @dataclass(slots=True)
 class PackedLinearMethod:
     """A matrix in spans: parts of a merged layer that have one format are one product.
 
-    Block types that the kernels know keep their codes; everything else becomes bfloat16.
+    Among bfloat16 activations, block types that the kernels know keep their codes, and everything
+    else becomes bfloat16. Among float32 activations all weights become float32.
     """
 
     out_features: int
     in_features: int
+    dtype: torch.dtype = torch.bfloat16
+    """Of the activations: bfloat16 or float32."""
     bias_dtype: torch.dtype = torch.float32
     _loaded: dict[int, RawTensor] = field(default_factory=dict)
     """Parts by their first row, until all are there; they are mapped, not copied."""
@@ -57,7 +64,7 @@ class PackedLinearMethod:
     def empty_input(self, num_rows: int) -> Activations:
         if all(isinstance(span.weight, PackedBlocks) for span in self._spans):
             return fused.empty_quantized(num_rows, self.in_features)
-        return arena.empty(num_rows, self.in_features, dtype=torch.bfloat16)
+        return arena.empty(num_rows, self.in_features, dtype=self.dtype)
 
     def project(
         self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype
@@ -71,8 +78,11 @@ class PackedLinearMethod:
             if isinstance(span.weight, PackedBlocks):
                 x = x if isinstance(x, QuantizedRows) else quantize_rows(x)
                 gemm_blocks(x, span.weight, part_bias, out=part)
+                continue
+            assert isinstance(x, torch.Tensor)
+            if isinstance(span.weight, PackedFloat32):
+                gemm_float32(x, span.weight, part_bias, out=part)
             else:
-                assert isinstance(x, torch.Tensor)
                 gemm_bf16(x, span.weight, part_bias, out=part)
         return out
 
@@ -83,16 +93,24 @@ class PackedLinearMethod:
     def _pack(self) -> None:
         start = 0
         in_order = [self._loaded[first] for first in sorted(self._loaded)]
-        for key, group in groupby(in_order, key=_packed_format):
+        for key, group in groupby(in_order, key=self._packed_format):
             parts = list(group)
             stop = start + sum(part.shape[0] for part in parts)
             self._spans.append(_Span(slice(start, stop), _pack_parts(key, parts)))
             start = stop
         self._loaded.clear()
 
+    def _packed_format(self, raw: RawTensor) -> str:
+        if self.dtype == torch.float32:
+            return "float32"
+        return raw.format if raw.format in BLOCK_TYPES else "bfloat16"
+
 
 class NativeKernels:
-    """The kernels of a layer, compiled; activations are bfloat16, the residual float32."""
+    """The kernels of a layer, compiled, for activations in bfloat16 or float32.
+
+    The residual is float32.
+    """
 
     device = torch.device("cpu")
 
@@ -102,8 +120,7 @@ class NativeKernels:
     def linear_method(
         self, out_features: int, in_features: int, dtype: torch.dtype
     ) -> PackedLinearMethod:
-        assert dtype == torch.bfloat16
-        return PackedLinearMethod(out_features, in_features)
+        return PackedLinearMethod(out_features, in_features, dtype)
 
     def vocab_method(
         self, vocab_size: int, hidden_size: int, dtype: torch.dtype
@@ -130,14 +147,12 @@ class NativeKernels:
         fused.gated_activation(gate_up, "silu", out)
 
 
-def _packed_format(raw: RawTensor) -> str:
-    return raw.format if raw.format in BLOCK_TYPES else "bfloat16"
-
-
-def _pack_parts(packed_format: str, parts: list[RawTensor]) -> PackedBf16 | PackedBlocks:
+def _pack_parts(packed_format: str, parts: list[RawTensor]) -> PackedWeight:
     num_rows, num_columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
     if packed_format == "bfloat16":
         return PackedBf16.pack(_joined([dequantize(part, torch.bfloat16) for part in parts]))
+    if packed_format == "float32":
+        return PackedFloat32.pack(_joined([dequantize(part, torch.float32) for part in parts]))
     raw = _joined([rows_in_order(part) for part in parts])
     return PackedBlocks.pack(packed_format, raw, num_rows, num_columns)
 

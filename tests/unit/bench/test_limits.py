@@ -19,6 +19,9 @@ def test_our_kernels_are_measured_by_our_own_instructions():
     if native.active_isa() == "avx512":
         assert dense.measured_as.startswith("bf16 with AVX-512")
         assert blocks.measured_as.startswith("int8 with AVX-512")
+    floats = limits_of("cpu", "float32").peak(blocks=True)
+    assert 1e9 < floats.flops < 1e13
+    assert floats.measured_as.startswith("float32 with AVX-512")
 
 
 def test_instructions_that_are_not_in_use_are_not_measured():
@@ -36,7 +39,7 @@ def test_instructions_that_are_not_in_use_are_not_measured():
 
 
 def test_everything_else_is_measured_by_torch(monkeypatch):
-    for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16")):
+    for device, dtype in (("cpu", "float16"), ("cuda", "bfloat16")):
         assert isinstance(limits_of(device, dtype), TorchLimits)
     limits = TorchLimits("cpu", torch.float32)
     assert limits.read_bandwidth(1 << 20) > 1e7

@@ -121,8 +121,10 @@ def test_the_kv_cache_has_the_type_of_the_activations_or_its_own() -> None:
     with pytest.raises(ConfigError, match=r"the reference kernels\. Use kv_cache_dtype='auto'"):
         resolved(kv_cache_dtype="int8")
     amx = dataclasses.replace(machine(), isa="amx")
-    with pytest.raises(ConfigError, match="differs from dtype='float32'"):
-        resolved(on=amx, dtype="float32", kv_cache_dtype="bf16")
+    exact = resolved(on=amx, dtype="float32", kv_cache_dtype="bf16")
+    assert (exact.kernels, exact.cache.dtype) == ("avx512", "bfloat16")
+    with pytest.raises(ConfigError, match="differs from dtype='float16'"):
+        resolved(on=amx, dtype="float16", kv_cache_dtype="bf16")
     with pytest.raises(ConfigError, match="runs on the triton kernels"):
         resolved(on=gpu_machine(), kv_cache_dtype="int8")
 

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from helpers.models import PagedRun, model_from_tensors
 from tokenmill.errors import ConfigError
+from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.llama import LlamaForCausalLM as OurLlama
 from tokenmill.models.registry import get_model_class
 
@@ -65,11 +66,11 @@ def reference(architecture: str = "llama", **overrides):
     return model, hf_config
 
 
-def ours(model, hf_config, dtype="float32"):
+def ours(model, hf_config, dtype="float32", kernels=None):
     tensors = dict(model.state_dict())
     if hf_config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
-    return model_from_tensors(hf_config, tensors, dtype)
+    return model_from_tensors(hf_config, tensors, dtype, kernels=kernels)
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -82,10 +83,11 @@ def reference_logits(model, ids):
         return model(torch.tensor([ids])).logits[0]
 
 
+@pytest.mark.parametrize("kernels", [PlainKernels(), None], ids=["torch", "best"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers(variant):
+def test_logits_equal_transformers(variant, kernels):
     theirs, hf_config = reference(**VARIANTS[variant])
-    model = ours(theirs, hf_config)
+    model = ours(theirs, hf_config, kernels=kernels)
     ids = prompt(300)
     logits = model.compute_logits(PagedRun(model, "float32").prefill("a", ids))
     assert logits.dtype == torch.float32
@@ -116,17 +118,16 @@ def test_greedy_ids_equal_transformers():
     assert found == expected
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16", "float32 on torch"])
 def exact_case(request):
     """A model, and the hidden states of three prompts, each computed alone and at once."""
+    dtype, _, kernels = request.param.partition(" on ")
     theirs, hf_config = reference(attention_bias=True, head_dim=12)
-    model = ours(theirs, hf_config, request.param)
+    model = ours(theirs, hf_config, dtype, PlainKernels() if kernels else None)
     prompts = {"a": prompt(291, 2), "b": prompt(40, 3), "c": prompt(131, 4)}
-    alone = {
-        name: PagedRun(model, request.param).prefill(name, ids) for name, ids in prompts.items()
-    }
+    alone = {name: PagedRun(model, dtype).prefill(name, ids) for name, ids in prompts.items()}
     assert all(torch.isfinite(hidden).all() for hidden in alone.values())
-    return model, request.param, prompts, alone
+    return model, dtype, prompts, alone
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
@@ -176,10 +177,11 @@ def test_freed_blocks_leave_no_trace(exact_case):
 
 def test_pipeline_ranks_compose():
     theirs, hf_config = reference()
-    whole = ours(theirs, hf_config)
+    kernels = PlainKernels()  # whose weights a rank can take over
+    whole = ours(theirs, hf_config, kernels=kernels)
     ids = torch.tensor(prompt(9), dtype=torch.int32)
     ranks = [
-        OurLlama(hf_config, dtype=torch.float32, max_model_len=512, layers=layers)
+        OurLlama(hf_config, dtype=torch.float32, max_model_len=512, layers=layers, kernels=kernels)
         for layers in (range(1), range(1, 2))
     ]
     for rank in ranks:

@@ -90,9 +90,10 @@ def _weights(weights: str, n: int, k: int) -> tuple[int, Callable[[int], Call]]:
     """Bytes of a matrix, and for a number of rows a call that multiplies by the next of many."""
     if weights in gemm.BLOCK_TYPES:
         return _block_weights(weights, n, k)
-    num_bytes = 2 * n * k
+    dtype = torch.float32 if weights == "f32" else torch.bfloat16
+    num_bytes = dtype.itemsize * n * k
     copies = range(WORKING_SET // num_bytes + 1)
-    weight = torch.randn(n, k).bfloat16()
+    weight = torch.randn(n, k).to(dtype)
     if weights == "torch":
         plain = cycle([weight.clone() for _ in copies])
 
@@ -101,6 +102,14 @@ def _weights(weights: str, n: int, k: int) -> tuple[int, Callable[[int], Call]]:
             return lambda: functional.linear(x, next(plain))
 
         return num_bytes, with_torch
+    if weights == "f32":
+        floats = cycle([gemm.PackedFloat32.pack(weight) for _ in copies])
+
+        def with_float32(m: int) -> Call:
+            x, out = torch.randn(m, k), torch.empty(m, n)
+            return lambda: gemm.gemm_float32(x, next(floats), out=out)
+
+        return num_bytes, with_float32
     packed = cycle([gemm.PackedBf16.pack(weight) for _ in copies])
 
     def with_bf16(m: int) -> Call:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenmill.config.device import NATIVE_KERNELS
+from tokenmill.config.device import NATIVE_KERNELS, keeps_blocks
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.parameters import read_parameters
@@ -24,7 +24,8 @@ from tokenmill.errors import ConfigError, did_you_mean
 from tokenmill.kernels import native
 from tokenmill.kernels.gemm import BLOCK_TYPES
 
-FORMATS = ("bf16", *BLOCK_TYPES, "torch")
+FORMATS = {"bfloat16": ("bf16", *BLOCK_TYPES, "torch"), "float32": ("f32", "torch")}
+"""Of the native kernels, by the type of the activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +97,9 @@ def _refuse_gpu(config: EngineConfig) -> None:
 
 def _formats(options: KernelOptions, config: EngineConfig, own: set[str]) -> list[str]:
     is_native = config.kernels in NATIVE_KERNELS
-    available = FORMATS if is_native else ("torch",)
+    available = FORMATS[config.model.dtype] if is_native else ("torch",)
     if options.formats == "auto":
-        return ["bf16", *(each for each in BLOCK_TYPES if each in own)] if is_native else ["torch"]
+        return [available[0], *(each for each in BLOCK_TYPES if each in own and each in available)]
     wanted = options.formats.split(",")
     for each in wanted:
         if each not in available:
@@ -113,7 +114,7 @@ def _cases(config: EngineConfig, options: KernelOptions, formats: list[str]) -> 
     sizes = read_parameters(config.model.hf_config)
     rows = positive_ints("rows", options.rows)
     yield from matrix_cases(sizes, rows, formats)
-    if config.kernels in NATIVE_KERNELS:
+    if keeps_blocks(config.kernels, config.model.dtype):
         contexts = positive_ints("contexts", options.contexts)
         yield from attention_cases(sizes, rows, contexts, config.cache.block_size)
         yield from fused_cases(sizes, rows)

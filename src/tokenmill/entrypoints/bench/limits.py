@@ -1,7 +1,7 @@
 """What the machine can do at best, measured when it is asked for.
 
 Two numbers bound a step: how fast memory is read, on a buffer of the step's size (a small one may
-lie in a cache), and how many bfloat16 operations are done with operands near the units.
+lie in a cache), and how many operations are done with operands near the units.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from tokenmill.kernels import native
+from tokenmill.layers.kernels import uses_native_kernels
 
 _ROUNDS = 20
 _PEAK_ROUNDS = 200
@@ -44,6 +45,10 @@ class Limits(Protocol):
 class NativeLimits:
     """A processor, with the threads and instructions of our own kernels."""
 
+    def __init__(self, dtype: str) -> None:
+        """`dtype` is that of activations, bfloat16 or float32."""
+        self._dense = {"bfloat16": "bf16", "float32": "float32"}[dtype]
+
     def read_bandwidth(self, num_bytes: int) -> float:
         return float(native.module().measure_read_bandwidth(max(num_bytes, _MIN_BUFFER), _ROUNDS))
 
@@ -52,10 +57,10 @@ class NativeLimits:
         return Peak(float(native.module().measure_peak(name, _PEAK_ROUNDS)), measured_as)
 
     def _multiplier(self, blocks: bool) -> tuple[str, str]:
-        if native.active_isa() == "amx":
+        if native.active_isa() == "amx" and self._dense == "bf16":
             # An int8 tile takes twice the values, but a group of 32 fills half of it.
             return "amx_registers", "bf16 tiles, operands in registers"
-        kind = "int8" if blocks else "bf16"
+        kind = "int8" if blocks and self._dense == "bf16" else self._dense
         return f"avx512_{kind}", f"{kind} with AVX-512, operands in registers"
 
 
@@ -96,8 +101,8 @@ class TorchLimits:
 
 def limits_of(device: str, dtype: str) -> Limits:
     """The limits of `device` (such as `cpu`) for models of `dtype`."""
-    if device == "cpu" and dtype == "bfloat16" and native.is_available():
-        return NativeLimits()
+    if device == "cpu" and uses_native_kernels(dtype):
+        return NativeLimits(dtype)
     return TorchLimits(device, getattr(torch, dtype))
 
 

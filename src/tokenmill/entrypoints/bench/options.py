@@ -67,8 +67,8 @@ class KernelOptions:
     rows: str = "1,4,16,64,256,1024"
     """Numbers of rows (tokens of a step), with commas."""
     formats: str = "auto"
-    """Weight formats, with commas: bf16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, torch; auto takes the
-    model's and bf16."""
+    """Weight formats, with commas: bf16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, torch; with float32, f32 and
+    torch. auto takes the model's and bf16 or f32."""
     contexts: str = "256,1024"
     """Lengths of the requests whose tokens attention decodes, with commas."""
     seconds: float = 0.1

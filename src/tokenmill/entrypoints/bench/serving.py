@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import TYPE_CHECKING
 
-from tokenmill.config.device import NATIVE_KERNELS
+from tokenmill.config.device import keeps_blocks
 from tokenmill.config.memory import Weights
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.engine.build import open_model
@@ -197,7 +197,7 @@ def held_weights(args: EngineArgs, config: EngineConfig) -> Weights:
             dict(checkpoint.tensor_shapes),
             dict(checkpoint.tensor_formats),
             config.model.dtype,
-            keeps_blocks=config.kernels in NATIVE_KERNELS,
+            keeps_blocks(config.kernels, config.model.dtype),
         )
     finally:
         checkpoint.close()
