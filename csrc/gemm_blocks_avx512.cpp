@@ -1,4 +1,4 @@
-// Block products and quantisation with AVX-512: up to eight rows times a panel.
+// Block products with AVX-512: up to eight rows times a panel.
 //
 // A group of 32 values along K is multiplied half by half: eight rows of exact integers, scaled and
 // added to the sums, then the other half's. So weights are read in the order of their addresses,
@@ -148,22 +148,6 @@ void multiply_panels(const QuantizedRows& x, Range rows, const BlockWeights& wei
   }
 }
 
-struct Group {
-  __m512 low, high;  // 32 values
-};
-
-Group load_group(const FloatRows& x, std::int64_t at) {
-  if (x.is_bf16) {
-    const __m512i values = _mm512_loadu_si512(static_cast<const bf16*>(x.data) + at);
-    const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(values));
-    const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(values, 1));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(low, 16)),
-            _mm512_castsi512_ps(_mm512_slli_epi32(high, 16))};
-  }
-  const float* values = static_cast<const float*>(x.data) + at;
-  return {_mm512_loadu_ps(values), _mm512_loadu_ps(values + kHalf)};
-}
-
 }  // namespace
 
 void gemm_blocks_avx512(const QuantizedRows& x, Range rows, const BlockWeights& weights,
@@ -176,35 +160,6 @@ void gemm_blocks_avx512(const QuantizedRows& x, Range rows, const BlockWeights& 
   } else {
     has_minimum ? multiply_panels<Format<8, 128, true>>(x, rows, weights, panels, out)
                 : multiply_panels<Format<8, 128, false>>(x, rows, weights, panels, out);
-  }
-}
-
-void quantize_rows_avx512(const FloatRows& x, Range rows, const QuantizedRows& out) {
-  constexpr float kSmallest = 1e-30f;  // below this a group counts as zero; 127 / it is finite
-  for (int row = rows.begin; row < rows.end; ++row) {
-    const int r = row % QuantizedGroup::kRows;
-    for (int g = 0; g < out.num_groups; ++g) {
-      const Group group = load_group(x, row * x.stride + g * kStep);
-      const float largest = _mm512_reduce_max_ps(
-          _mm512_max_ps(_mm512_abs_ps(group.low), _mm512_abs_ps(group.high)));
-      const bool has_nan = _mm512_cmp_ps_mask(group.low, group.high, _CMP_UNORD_Q) != 0;
-      const bool is_zero = largest < kSmallest;
-      const float scale = has_nan ? __builtin_nanf("") : is_zero ? 0.0f : largest / 127.0f;
-      const __m512 inverse = _mm512_set1_ps(has_nan || is_zero ? 0.0f : 127.0f / largest);
-      const __m128i low = _mm512_cvtsepi32_epi8(
-          _mm512_cvtps_epi32(_mm512_mul_ps(group.low, inverse)));
-      const __m128i high = _mm512_cvtsepi32_epi8(
-          _mm512_cvtps_epi32(_mm512_mul_ps(group.high, inverse)));
-      const int sum = _mm512_reduce_add_epi32(
-          _mm512_add_epi32(_mm512_cvtepi8_epi32(low), _mm512_cvtepi8_epi32(high)));
-
-      QuantizedGroup& target = out.block_of(row)[g];
-      _mm_store_si128(reinterpret_cast<__m128i*>(target.codes[r]), low);
-      _mm_store_si128(reinterpret_cast<__m128i*>(target.codes[r] + kHalf), high);
-      target.scales[r] = scale;
-      target.scaled_sums[r] = static_cast<float>(sum) * scale;
-      target.sums[r] = sum;
-    }
   }
 }
 
