@@ -12,6 +12,7 @@ from tokenmill.attention.backend import AttentionSpec, CacheLimits, CommonAttent
 from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.attention.selection import select_backend
 from tokenmill.errors import ConfigError
+from tokenmill.kernels import native
 
 SPEC = AttentionSpec(
     num_heads=6, num_kv_heads=2, head_size=24, scale=0.3, dtype="float32", block_size=16
@@ -146,6 +147,13 @@ def test_random_batches(seed):
     )
     found, expected = run_backend(spec, batch, causal=True, seed=seed)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_native_kernels_attend_where_they_know_the_type(dtype):
+    spec = replace(SPEC, dtype=dtype, head_size=64, block_size=32)
+    is_native = native.is_available() and dtype != "float16"
+    assert select_backend("auto", spec)[0].name == ("cpu" if is_native else "reference")
 
 
 def test_selection_says_why():
