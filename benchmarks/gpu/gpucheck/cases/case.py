@@ -17,6 +17,8 @@ MANY_ROUNDED = 6e-3
 CODES = 4.5e-2
 """Of float8 e4m3, with three bits of mantissa: rounding makes 2.6e-2, of few values up to half as
 much again."""
+SUMMED = 1e-4
+"""Of float32 results that are not rounded further; sums of another order make less."""
 SAME = 0.0
 
 Result = tuple[torch.Tensor, torch.Tensor, float]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from gpucheck.cases import lora, moe
 from gpucheck.cases.case import MANY_ROUNDED, ROUNDED, Case, Place, Result
 
 WEIGHTS = {"qkv": (6_144, 4_096), "o": (4_096, 4_096), "gate up": (28_672, 4_096),
@@ -37,6 +39,13 @@ def cases(place: Place) -> Iterator[Case]:
         for name, before, accumulates in FUSED:
             weight = (32, 256) if place.small else WEIGHTS[name]
             yield _linear_small(place, name, num_rows, weight, before, accumulates=accumulates)
+    for name in place.pick(["gate up", "down"], ["even", "odd"]):
+        for num_rows in place.pick([1, 64, 256, 4_096], [3]):
+            for group_size in place.pick([32, 128], [32, 64, 128]):
+                weight = SMALL_WEIGHTS[name] if place.small else WEIGHTS[name]
+                yield _matmul_int4(place, name, num_rows, *weight, group_size)
+    yield from lora.cases(place)
+    yield from moe.cases(place)
 
 
 def _matmul_exact(place: Place, name: str, num_rows: int, num_columns: int, depth: int) -> Case:
@@ -99,6 +108,42 @@ def _matmul_fp8(place: Place, name: str, num_rows: int, num_columns: int, depth:
         matmul_speed=2.0,
         other=lambda i: scaled_mm(x, scales[0], weights[i % len(weights)], scales[1]),
         other_name="cuBLAS ms",
+    )
+
+
+def _matmul_int4(
+    place: Place, name: str, num_rows: int, num_columns: int, depth: int, group_size: int
+) -> Case:
+    from tokenmill.kernels.gpu.gemm_config import SplitWorkspace
+    from tokenmill.kernels.gpu.gemm_int4 import matmul_int4
+    from tokenmill.kernels.gpu.int4 import pack_int4
+
+    x = place.randn(num_rows, depth)
+    codes = place.integers(16, num_columns, depth, dtype=torch.uint8)
+    shape = (num_columns, -(-depth // group_size))
+    scale = place.randn(*shape, scale=depth**-0.5 / 8)
+    minimum = -8 * scale + place.randn(*shape, scale=depth**-0.5 / 8)
+    packed = pack_int4(codes, scale, minimum, group_size)
+    num_bytes = packed.codes.nbytes + packed.scales.nbytes
+    weights = [
+        replace(packed, codes=packed.codes.clone(), scales=packed.scales.clone())
+        for _ in place.sets(num_bytes)
+    ]
+    repeated = [s.repeat_interleave(group_size, 1)[:, :depth].double() for s in (scale, minimum)]
+    plain = (codes * repeated[0] + repeated[1]).bfloat16()
+    del repeated
+    out = place.poisoned(num_rows, num_columns)
+    workspace = SplitWorkspace.allocate(place.device)
+
+    return Case(
+        "matmul_int4",
+        f"{name}, groups of {group_size}, {num_rows} x {num_columns} x {depth}",
+        lambda i: matmul_int4(x, weights[i % len(weights)], None, out, workspace),
+        lambda: [(out, x.double() @ plain.double().t(), ROUNDED)],
+        num_bytes=num_bytes + x.nbytes + out.nbytes,
+        num_flops=2 * num_rows * num_columns * depth,
+        other=lambda i: torch.mm(x, plain.t()),
+        other_name="cuBLAS bf16 ms",
     )
 
 

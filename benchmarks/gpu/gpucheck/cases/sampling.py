@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpucheck.cases import logprobs
 from gpucheck.cases.case import SAME, Case, Place, Result
 
 MANNERS: dict[str, dict[str, float]] = {
@@ -26,6 +27,7 @@ def cases(place: Place) -> Iterator[Case]:
     for num_rows in place.pick([1, 256], [3]):
         yield _apply_bitmask(place, num_rows, vocab_size)
         yield from _edits(place, num_rows, vocab_size)
+    yield from logprobs.cases(place)
 
 
 def _sample(place: Place, manner: str, num_rows: int, vocab_size: int) -> Case:
