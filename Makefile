@@ -12,6 +12,10 @@ TORCH ?= torch==2.13.0
 PEERS ?= .peers
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 
+JOBS ?= 2
+# Test files are shared out among so many processes.
+SHARED := --numprocesses $(JOBS) --dist loadfile
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -21,10 +25,10 @@ run: $(VENV)/.installed
 	$(BIN)/tokenmill chat "$(PROMPT)"
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SHARED)
 
 test-all: lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest $(SHARED) -m "slow or not slow"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -66,7 +66,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     attention_backend: str = "auto"
-    """auto, or by name: cpu, reference; on a GPU triton, flash_attn, flashinfer, sdpa."""
+    """auto, cpu or reference; on a GPU triton, flash_attn, flashinfer or sdpa."""
     enforce_eager: bool = False
     """Run every kernel by itself instead of replaying recorded steps."""
     check_graphs: bool = False

@@ -13,6 +13,7 @@ from helpers.models import TensorCheckpoint, model_config
 from tokenmill.checkpoint import dummy
 from tokenmill.checkpoint.dummy import DummyCheckpoint, open_dummy
 from tokenmill.errors import CheckpointError, ConfigError, ModelNotFoundError
+from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.loader import load_model, tensor_shapes
 
 CONFIG = {
@@ -57,7 +58,7 @@ def test_the_tensors_are_those_that_the_model_reads():
     assert source.tensor_shapes["model.layers.0.self_attn.k_proj.bias"] == (32,)
     assert len(source.tensor_shapes) == 2 * 13 + 3  # each layer's; embedding, norm and head
     assert source.num_bytes == 2 * sum(map(prod, source.tensor_shapes.values()))
-    model = load_model(model_config(CONFIG), source)
+    model = load_model(model_config(CONFIG), source, kernels=PlainKernels())
     assert torch.equal(
         model.model.layers["1"].mlp.gate_up_proj.method.weight[96:], values(source, UP)
     )

@@ -345,6 +345,7 @@ def test_build_scheduler_takes_its_limits_from_the_engine_config(caching):
         scheduler=limits,
         device="cpu",
         exact=True,
+        quantization=None,
         attention_backend="auto",
         kernels="reference",
         graphs="replay",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helpers.sampling import new_request
 from tokenmill.contracts.plan import SchedulerOutput
-from tokenmill.worker.batch import BatchShape, NewTokens, gather_batch
+from tokenmill.worker.batch import BatchShape, gather_batch
 from tokenmill.worker.inputs.device import DeviceInputs
 from tokenmill.worker.inputs.host import HostInputs
 from tokenmill.worker.inputs.staging import NUM_BUFFERS, Results, Staging
@@ -87,7 +87,7 @@ def check_equal(host, device, plan, shape=None):
 
 
 def write(host, device, batch, ids):
-    new = NewTokens.of(batch, batch.num_sampled)
+    new = batch.new_tokens(batch.num_sampled)
     samples = Sampled(torch.tensor(ids, dtype=torch.int64))
     for inputs in (host, device):
         inputs.write_tokens(samples, new)
@@ -179,7 +179,7 @@ def test_only_some_samples_are_kept():
     plan = step_plan([0], [2], [True], scheduled_new_reqs=[enter(0, [4, 5], 3)])
     device.update(plan)
     batch = gather_batch(plan, device.rows)
-    new = replace(NewTokens.of(batch, batch.num_sampled), entries=np.array([1]))
+    new = replace(batch.new_tokens(batch.num_sampled), entries=np.array([1]))
     device.write_tokens(Sampled(torch.tensor([30, 31, 32])), new)
     assert device._token_ids[0, :3].tolist() == [4, 5, 31]
 
@@ -191,7 +191,7 @@ def test_a_late_result_leaves_a_row_alone_that_another_request_has_entered():
     )
     device.update(plan)
     batch = gather_batch(plan, device.rows)
-    new = NewTokens.of(batch, batch.num_sampled)
+    new = batch.new_tokens(batch.num_sampled)
     other = step_plan([0], [3], [True], finished_rows=[0])
     other.scheduled_new_reqs.append(enter(0, [1, 2, 3], 3))
     device.update(other)
