@@ -1,137 +1,240 @@
-// Attention products with AVX-512: up to 4 rows times 4 vectors of 16 columns. A word of a row (two
-// bf16 values or a float32) is multiplied with 16 words, and the products are added one after
-// another.
+// Attention with AVX-512.
 #include "attention_rows.h"
+#include "attention_vectors.h"
 
 namespace tokenmill {
 namespace {
 
-struct Bf16Words {
-  using Value = bf16;
-  static __m512 add(__m512 sum, __m512i columns, std::int32_t row) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)columns, (__m512bh)_mm512_set1_epi32(row));
+// 2^x for x up to about 0, relative error 3e-6; 0 below -125. A NaN stays one.
+inline __m512 exp2_small(__m512 x) {
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 rest = _mm512_sub_ps(x, whole);
+  __m512 y = _mm512_set1_ps(0x1.3a02bap-7f);
+  y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(0x1.c9fc4cp-5f));
+  y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(0x1.ec0378p-3f));
+  y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(0x1.62e12cp-1f));
+  y = _mm512_fmadd_ps(y, rest, _mm512_set1_ps(1.0f));
+  const __m512i exponent = _mm512_slli_epi32(_mm512_cvtps_epi32(x), 23);
+  const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
+  return _mm512_castsi512_ps(
+      _mm512_maskz_add_epi32(counts, _mm512_castps_si512(y), exponent));
+}
+
+template <class Words, KvFormat Format>
+class VectorWorker {
+ public:
+  using Value = typename Words::Value;
+
+  explicit VectorWorker(const AttentionCall& call)
+      : call_(call), shape_(call.shape), size_(call.shape.cache.head_size),
+        factor_(exponent_factor(call.shape)), products_(size_) {
+    const std::size_t state = partial_floats(size_) * sizeof(float);
+    const std::size_t scores = std::size_t{kRowBlock} * kScoreStride * sizeof(float);
+    const std::size_t queries = std::size_t(kRowBlock) * size_ * sizeof(Value);
+    auto* memory = static_cast<std::uint8_t*>(thread_scratch(1, 2 * state + scores + queries));
+    state_ = RowState::at(reinterpret_cast<float*>(memory));
+    next_ = RowState::at(reinterpret_cast<float*>(memory + state));
+    scores_ = reinterpret_cast<float*>(memory + 2 * state);
+    queries_ = reinterpret_cast<Value*>(memory + 2 * state + scores);
   }
-};
 
-struct FloatWords {
-  using Value = float;
-  static __m512 add(__m512 sum, __m512i columns, std::int32_t row) {
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(columns),
-                           _mm512_castsi512_ps(_mm512_set1_epi32(row)), sum);
+  void run(const TaskQueue& queue, float* partials) {
+    walk(*this, call_, queue, state_, next_, partials);
   }
-};
 
-constexpr int kRows = 4;
-constexpr int kColumns = 4;
-
-// out = rows . columns. A step has `step_words` words of each row; column_words(step, column) are
-// the words of 16 columns, [step_words][16].
-template <class Words, int Rows, int Columns, class ColumnWords>
-inline void multiply(const std::int32_t* rows, std::int64_t row_stride, int step_words,
-                     int num_steps, const ColumnWords& column_words, float* out,
-                     std::int64_t out_stride) {
-  __m512 sums[Rows][Columns];
-  for (int r = 0; r < Rows; ++r)
-    for (int c = 0; c < Columns; ++c) sums[r][c] = _mm512_setzero_ps();
-  for (int step = 0; step < num_steps; ++step) {
-    const std::int32_t* columns[Columns];
-    for (int c = 0; c < Columns; ++c) columns[c] = column_words(step, c);
-    for (int w = 0; w < step_words; ++w) {
-      __m512i words[Columns];
-      for (int c = 0; c < Columns; ++c) words[c] = _mm512_loadu_si512(columns[c] + w * 16);
-      for (int r = 0; r < Rows; ++r) {
-        const std::int32_t word = rows[r * row_stride + step * step_words + w];
-        for (int c = 0; c < Columns; ++c) sums[r][c] = Words::add(sums[r][c], words[c], word);
+  // Queries, and what each of them sees.
+  void load_rows(const Block& block) {
+    const RequestView request(call_.tables, block.request);
+    num_rows_ = block.num_rows;
+    RowCursor row(shape_, request, block);
+    for (int r = 0; r < num_rows_; ++r, row.advance()) {
+      seen_[r] = visible_keys(shape_, request.query_len, request.seq_len, row.query());
+      const std::int64_t at = row.offset(call_.queries.stride);
+      Value* query = queries_ + std::int64_t{r} * size_;
+      if constexpr (Format == KvFormat::int8) {
+        query_scales_[r] = load_codes(at, query);
+      } else {
+        for (int d = 0; d < size_; d += 16)
+          store_values(query, sizeof(Value) == 2, d, 0xffff, load_query(at + d));
       }
     }
   }
-  for (int r = 0; r < Rows; ++r)
-    for (int c = 0; c < Columns; ++c)
-      _mm512_storeu_ps(out + r * out_stride + c * 16, sums[r][c]);
-}
 
-// All rows, in fours as far as there are so many.
-template <class Words, int Columns, class ColumnWords>
-inline void multiply_rows(const std::int32_t* rows, std::int64_t row_stride, int num_rows,
-                          int step_words, int num_steps, const ColumnWords& column_words,
-                          float* out, std::int64_t out_stride) {
-  int r = 0;
-  for (; r + kRows <= num_rows; r += kRows)
-    multiply<Words, kRows, Columns>(rows + r * row_stride, row_stride, step_words, num_steps,
-                                    column_words, out + r * out_stride, out_stride);
-  rows += r * row_stride;
-  out += r * out_stride;
-  switch (num_rows - r) {
-    case 1:
-      multiply<Words, 1, Columns>(rows, row_stride, step_words, num_steps, column_words, out,
-                                  out_stride);
-      break;
-    case 2:
-      multiply<Words, 2, Columns>(rows, row_stride, step_words, num_steps, column_words, out,
-                                  out_stride);
-      break;
-    case 3:
-      multiply<Words, 3, Columns>(rows, row_stride, step_words, num_steps, column_words, out,
-                                  out_stride);
-      break;
-    default: break;
-  }
-}
-
-template <class Words>
-struct VectorEngine {
-  using Value = typename Words::Value;
-  static constexpr int kPacked = 4 / sizeof(Value);  // values in a word
-
-  static void begin(int, int) {}
-  static void end() {}
-
-  static void scores(const Value* q, int num_rows, int head_size, const Value* const* keys,
-                     int num_groups, float* scores) {
-    const int num_words = head_size / kPacked;
-    int group = 0;
-    const auto at = [&](int, int column) { return words(keys[group + column]); };
-    for (; group + kColumns <= 2 * num_groups; group += kColumns)
-      multiply_rows<Words, kColumns>(words(q), num_words, num_rows, num_words, 1, at,
-                                     scores + group * 16, kScoreStride);
-    if (group < 2 * num_groups)
-      multiply_rows<Words, 2>(words(q), num_words, num_rows, num_words, 1, at,
-                              scores + group * 16, kScoreStride);
-  }
-
-  static void weighted(const Value* p, int num_rows, int head_size, const Value* const* values,
-                       int num_groups, float* out) {
-    constexpr int kWords = kValueGroup / kPacked;
-    int left = 0;
-    const auto at = [&](int step, int column) {
-      return words(values[step]) + (left / 16 + column) * kWords * 16;
-    };
-    for (; left + kColumns * 16 <= head_size; left += kColumns * 16)
-      multiply_rows<Words, kColumns>(words(p), kScoreStride, num_rows, kWords, num_groups, at,
-                                     out + left, head_size);
-    for (; left < head_size; left += 16)
-      multiply_rows<Words, 1>(words(p), kScoreStride, num_rows, kWords, num_groups, at,
-                              out + left, head_size);
+  void attend(const Units& units, const AheadUnit* ahead, const RowState& result) {
+    if constexpr (Format == KvFormat::int8)  // needed first
+      for (int u = 0; u < units.count; ++u)
+        for (int half = 0; half < 2; ++half)
+          fetch(units.values(u) + kUnit * size_ + half * kCacheLine);
+    const WordRows queries{reinterpret_cast<const std::int32_t*>(queries_),
+                           size_ * std::int64_t{sizeof(Value)} / 4, num_rows_};
+    products_.scores(queries, query_scales_, units, ahead, scores_, kScoreStride);
+    for (int r = 0; r < num_rows_; ++r) result.m[r] = largest(r, units);
+    for (int r = 0; r < num_rows_; ++r) result.l[r] = softmax(r, units, result.m[r]);
+    const WordRows weights{reinterpret_cast<const std::int32_t*>(scores_), kScoreStride, num_rows_};
+    products_.weighted(weights, weight_scales_, units, ahead + units.count, result.o);
   }
 
  private:
-  static const std::int32_t* words(const Value* values) {
-    return reinterpret_cast<const std::int32_t*>(values);
+  // Rounded to bf16, except for float32 caches.
+  __m512 load_query(std::int64_t at) const {
+    const __m512 q = load_values(call_.queries.data, call_.queries.is_bf16, at, 0xffff);
+    return Format == KvFormat::float32 ? q : widen_bf16(round_to_bf16(q));
   }
+
+  // A query as int16 codes; returns their scale, NaN if the query has one.
+  float load_codes(std::int64_t at, std::int16_t* codes) const {
+    __m512i bits = _mm512_setzero_si512();  // as integers, a NaN is the largest
+    for (int d = 0; d < size_; d += 16)
+      bits = _mm512_max_epu32(bits, _mm512_castps_si512(_mm512_abs_ps(load_query(at + d))));
+    const float amax = float_from_bits(_mm512_reduce_max_epu32(bits));
+    const __m512 inverse = _mm512_set1_ps(amax < kTiny ? 0.0f : kCodes / amax);
+    for (int d = 0; d < size_; d += 16)
+      store_codes(codes + d, _mm512_mul_ps(load_query(at + d), inverse));
+    return amax < kTiny ? 0.0f : amax / kCodes;
+  }
+
+  static constexpr float kCodes = 32767.0f;
+  static constexpr float kTiny = 1e-33f;  // kCodes / kTiny is finite
+
+  static void store_codes(std::int16_t* codes, __m512 values) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes),
+                        _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(values)));
+  }
+
+  // The units in which a row sees keys.
+  struct Span {
+    int first, last;
+  };
+  Span span(int r, const Units& units) const {
+    const int begin = seen_[r].begin - units.first_key, end = seen_[r].end - units.first_key;
+    const int first = begin > 0 ? min_of(begin / kUnit, units.count) : 0;
+    return {first, end <= 0 ? first : min_of(ceil_div(end, kUnit), units.count)};
+  }
+
+  // Caps the scores of a row, hides the keys that it does not see among its units, and returns the
+  // largest score.
+  float largest(int r, const Units& units) const {
+    float* row = scores_ + r * kScoreStride;
+    const int begin = seen_[r].begin - units.first_key, end = seen_[r].end - units.first_key;
+    const Span seen = span(r, units);
+    if (shape_.soft_cap > 0.0f) cap(row, seen);
+    hide(row, seen, begin, end);
+    __m512 low = _mm512_set1_ps(kNothing), high = low;
+    for (int u = seen.first; u < seen.last; ++u) {
+      low = _mm512_max_ps(low, _mm512_loadu_ps(row + u * kUnit));
+      high = _mm512_max_ps(high, _mm512_loadu_ps(row + u * kUnit + 16));
+    }
+    return _mm512_reduce_max_ps(_mm512_max_ps(low, high));
+  }
+
+  void cap(float* row, const Span& seen) const {
+    const __m512 cap = _mm512_set1_ps(shape_.soft_cap);
+    const __m512 scale = _mm512_set1_ps(shape_.scale / shape_.soft_cap);
+    for (int at = seen.first * kUnit; at < seen.last * kUnit; at += 16)
+      _mm512_storeu_ps(row + at,
+                       _mm512_mul_ps(tanh_of(_mm512_mul_ps(_mm512_loadu_ps(row + at), scale)),
+                                     cap));
+  }
+
+  static void hide(float* row, const Span& seen, int begin, int end) {
+    for (int u = seen.first; u < seen.last; ++u) {
+      const int column = u * kUnit;
+      if (column >= begin && column + kUnit <= end) continue;
+      for (int at = column; at < column + kUnit; at += 16) {
+        const __mmask16 visible = first_lanes(end - at) & ~first_lanes(begin - at);
+        _mm512_mask_storeu_ps(row + at, ~visible, _mm512_set1_ps(kHidden));
+      }
+    }
+  }
+
+  // Scores of a row to p, in place; returns their sum. p of hidden keys is 0.
+  float softmax(int r, const Units& units, float m) {
+    float* row = scores_ + r * kScoreStride;
+    Value* p = reinterpret_cast<Value*>(row);
+    const Span seen = span(r, units);
+    const __m512 shift = _mm512_set1_ps(Format == KvFormat::float32 ? m : -m * factor_);
+    __m512 sum = _mm512_setzero_ps();
+    __m512i most = _mm512_setzero_si512();
+    for (int u = 0; u < seen.first; ++u) clear(p, u);
+    for (int u = seen.first; u < seen.last; ++u) {
+      __m512 low = weight(_mm512_loadu_ps(row + u * kUnit), shift);
+      __m512 high = weight(_mm512_loadu_ps(row + u * kUnit + 16), shift);
+      sum = _mm512_add_ps(_mm512_add_ps(sum, low), high);
+      if constexpr (Format == KvFormat::int8) {
+        const std::uint8_t* scales = units.values(u) + kUnit * size_;
+        low = scaled(low, scales);
+        high = scaled(high, scales + kCacheLine);
+        most = _mm512_max_epu32(most, _mm512_max_epu32(_mm512_castps_si512(low),
+                                                       _mm512_castps_si512(high)));
+        _mm512_storeu_ps(row + u * kUnit, low);
+        _mm512_storeu_ps(row + u * kUnit + 16, high);
+      } else if constexpr (Format == KvFormat::bf16) {
+        _mm512_storeu_si512(p + u * kUnit, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+      } else {
+        _mm512_storeu_ps(p + u * kUnit, low);
+        _mm512_storeu_ps(p + u * kUnit + 16, high);
+      }
+    }
+    if constexpr (Format == KvFormat::int8) weight_scales_[r] = round_weights(row, seen, most);
+    for (int u = seen.last; u < units.count; ++u) clear(p, u);
+    return _mm512_reduce_add_ps(sum);
+  }
+
+  // Weights of a row to int16 codes, in place; returns their scale.
+  static float round_weights(float* row, const Span& seen, __m512i most) {
+    const float largest = float_from_bits(_mm512_reduce_max_epu32(most));
+    const __m512 inverse = _mm512_set1_ps(largest < kTiny ? 0.0f : kCodes / largest);
+    auto* codes = reinterpret_cast<std::int16_t*>(row);
+    for (int at = seen.first * kUnit; at < seen.last * kUnit; at += 16)
+      store_codes(codes + at, _mm512_mul_ps(_mm512_loadu_ps(row + at), inverse));
+    return largest < kTiny ? 0.0f : largest / kCodes;
+  }
+
+  static void clear(Value* p, int unit) {
+    std::memset(p + unit * kUnit, 0, kUnit * sizeof(Value));
+  }
+
+  // float32: exact where s = m. Others: off by a factor near 1 that is the same for the whole row.
+  __m512 weight(__m512 score, __m512 shift) const {
+    const __m512 factor = _mm512_set1_ps(factor_);
+    if constexpr (Format == KvFormat::float32) {
+      return exp2_of<6>(_mm512_mul_ps(_mm512_sub_ps(score, shift), factor));
+    } else {
+      return exp2_small(_mm512_fmadd_ps(score, factor, shift));
+    }
+  }
+
+  // Scales of hidden tokens may be NaN.
+  static __m512 scaled(__m512 weights, const std::uint8_t* scales) {
+    const __mmask16 seen = _mm512_cmp_ps_mask(weights, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    return _mm512_maskz_mul_ps(seen, weights, _mm512_maskz_loadu_ps(seen, scales));
+  }
+
+  const AttentionCall& call_;
+  const AttentionShape& shape_;
+  const int size_;
+  const float factor_;
+  const VectorProducts<Words> products_;
+  int num_rows_ = 0;
+  RowState state_, next_;
+  KeyRange seen_[kRowBlock];
+  float query_scales_[kRowBlock], weight_scales_[kRowBlock];
+  float* scores_;
+  Value* queries_;
 };
 
 }  // namespace
 
-void attention_avx512(const AttentionCall& call, const AttentionTask& task, float* partials) {
+void attention_avx512(const AttentionCall& call, const TaskQueue& queue, float* partials) {
   switch (call.shape.cache.format) {
     case KvFormat::bf16:
-      BlockWorker<VectorEngine<Bf16Words>, KvFormat::bf16>(call).run(task, partials);
+      VectorWorker<Bf16Words, KvFormat::bf16>(call).run(queue, partials);
       break;
     case KvFormat::int8:
-      BlockWorker<VectorEngine<Bf16Words>, KvFormat::int8>(call).run(task, partials);
+      VectorWorker<CodeWords, KvFormat::int8>(call).run(queue, partials);
       break;
     case KvFormat::float32:
-      BlockWorker<VectorEngine<FloatWords>, KvFormat::float32>(call).run(task, partials);
+      VectorWorker<FloatWords, KvFormat::float32>(call).run(queue, partials);
       break;
   }
 }

@@ -24,8 +24,10 @@ void attention(AttentionCall call, AttentionPlan& plan) {
   const auto& tasks = plan.tasks();
   const auto& merges = plan.merges();
   float* partials = plan.partials();
-  parallel_for(static_cast<int>(tasks.size()),
-               [&](int task, int) { kernel(call, tasks[task], partials); });
+  const int num_tasks = static_cast<int>(tasks.size()), threads = num_threads();
+  parallel_for(num_tasks, [&](int task, int) {
+    kernel(call, {tasks.data(), num_tasks, task, threads}, partials);
+  });
   parallel_for(static_cast<int>(merges.size()),
                [&](int task, int) { merge_partials_avx512(call, merges[task], partials); });
 }

@@ -17,7 +17,11 @@
 //     s         q . k in float32, soft-capped
 //     m         largest s of the visible keys
 //     p         exp((s - m) * scale), 0 for hidden keys; l = their sum, 16 lanes, then the lanes
-//     o         p . v from zero, with p rounded to the cache's type (bf16 for int8)
+//     o         p . v from zero, with p rounded to the cache's type
+//   int8        q is rounded to bf16, and p times the scales of V
+//     amx       to bf16 as well; codes are multiplied as bf16
+//     avx512    to int16 codes of the largest of the partition, and q to those of its largest
+//               value; codes are multiplied exactly. Both lose less than the codes of K and V do
 //   partitions are merged in order: m', l' = l exp(m - m') + ..., o' likewise; out = o / l
 // Which rows share a tile, which keys a tile skips, and which threads work changes no bit of it.
 #pragma once
@@ -121,14 +125,14 @@ constexpr std::int64_t partial_floats(int head_size) {
   return 2 * kRowBlock + std::int64_t{kRowBlock} * head_size;
 }
 
-// The keys that a row sees, as positions in its request.
+// The keys that a query sees, as positions in its request.
 struct KeyRange {
   int begin, end;
 };
 
 static inline KeyRange visible_keys(const AttentionShape& shape, int query_len, int seq_len,
-                                    int row) {
-  const int position = seq_len - query_len + row / shape.group_size();
+                                    int query) {
+  const int position = seq_len - query_len + query;
   const int begin = shape.window > 0 ? position - shape.window + 1 : 0;
   return {begin > 0 ? begin : 0, shape.causal ? position + 1 : seq_len};
 }
@@ -155,10 +159,17 @@ void write_kv(const KvWrite& call);
 // ---------------------------------------------------------------------------------------------
 // What an instruction set provides.
 
-using AttentionKernel = void (*)(const AttentionCall&, const AttentionTask&, float* partials);
+// The task to be done is tasks[at]; tasks[at + step], ... are those that the thread most likely
+// takes next.
+struct TaskQueue {
+  const AttentionTask* tasks;
+  int count, at, step;
+};
 
-void attention_amx(const AttentionCall&, const AttentionTask&, float* partials);
-void attention_avx512(const AttentionCall&, const AttentionTask&, float* partials);
+using AttentionKernel = void (*)(const AttentionCall&, const TaskQueue&, float* partials);
+
+void attention_amx(const AttentionCall&, const TaskQueue&, float* partials);
+void attention_avx512(const AttentionCall&, const TaskQueue&, float* partials);
 void merge_partials_avx512(const AttentionCall&, const MergeTask&, const float* partials);
 void write_kv_avx512(const KvWrite&, int token_begin, int token_end);
 

@@ -31,8 +31,9 @@ struct Request {
 
   // All keys that rows [begin, end) see.
   KeyRange keys(const AttentionShape& shape, int begin, int end) const {
-    return {visible_keys(shape, query_len, seq_len, begin).begin,
-            visible_keys(shape, query_len, seq_len, end - 1).end};
+    const int group = shape.group_size();
+    return {visible_keys(shape, query_len, seq_len, begin / group).begin,
+            visible_keys(shape, query_len, seq_len, (end - 1) / group).end};
   }
 };
 

@@ -1,27 +1,18 @@
-// What attention does besides products: queries into tiles, softmax, merging. For files compiled
-// with AVX-512 only.
-//
-// An engine multiplies (see attention_avx512.cpp):
-//   Value    type of the tiles
-//   begin(num_rows, head_size), end()
-//   scores(q, num_rows, head_size, keys, num_groups, scores)
-//              q [num_rows][head_size], keys: 2 * num_groups groups of K
-//   weighted(p, num_rows, head_size, values, num_groups, out)
-//              p in the rows of the scores, values: num_groups groups of V, out [rows][head_size]
+// The way of a task through its blocks of rows and their partitions, and what becomes of their
+// results. For files compiled with AVX-512 only.
 #pragma once
 
-#include <type_traits>
-
 #include "attention_kernels.h"
-#include "pool.h"
 #include "elementwise_math.h"
+#include "pool.h"
 
 namespace tokenmill {
 
 // Floats between two rows of scores; a cache line more than needed, so that the rows of a tile do
 // not fall into the same few sets of the cache.
 constexpr int kScoreStride = kPartition + 16;
-constexpr int kValueGroups = kPartition / kValueGroup;
+constexpr int kUnit = kValueGroup;  // tokens of a unit: two groups of K, or one of V
+constexpr int kUnits = kPartition / kUnit;
 
 // Hidden scores, and the m of a row that has seen no key. They are so far apart and so large that
 // exp2 makes 0 of every difference with another number; both stay finite.
@@ -91,22 +82,38 @@ struct RequestView {
         blocks(tables.block_table + request * tables.block_table_stride) {}
 };
 
-// Where a row of a block is in rows of activations.
-static inline std::int64_t row_offset(const AttentionShape& shape, int group,
-                                      const RequestView& request, const Block& block, int r,
-                                      std::int64_t stride) {
-  const int row = block.row_begin + r;
-  const int head = block.kv_head * group + row % group;
-  return std::int64_t{request.first_token + row / group} * stride +
-         std::int64_t{head} * shape.cache.head_size;
-}
+// Steps through the rows of a block.
+class RowCursor {
+ public:
+  RowCursor(const AttentionShape& shape, const RequestView& request, const Block& block)
+      : group_(shape.group_size()), size_(shape.cache.head_size), first_token_(request.first_token),
+        first_head_(block.kv_head * group_), query_(block.row_begin / group_),
+        head_(block.row_begin % group_) {}
+
+  int query() const { return query_; }
+  // Where the row is in rows of activations.
+  std::int64_t offset(std::int64_t stride) const {
+    return std::int64_t{first_token_ + query_} * stride +
+           std::int64_t{first_head_ + head_} * size_;
+  }
+  void advance() {
+    if (++head_ == group_) {
+      head_ = 0;
+      ++query_;
+    }
+  }
+
+ private:
+  const int group_, size_, first_token_, first_head_;
+  int query_, head_;
+};
 
 static inline void store_result(const AttentionCall& call, const Block& block,
                                 const RowState& state) {
-  const RequestView request(call.tables, block.request);
-  const int size = call.shape.cache.head_size, group = call.shape.group_size();
-  for (int r = 0; r < block.num_rows; ++r) {
-    const std::int64_t at = row_offset(call.shape, group, request, block, r, call.out.stride);
+  const int size = call.shape.cache.head_size;
+  RowCursor row(call.shape, RequestView(call.tables, block.request), block);
+  for (int r = 0; r < block.num_rows; ++r, row.advance()) {
+    const std::int64_t at = row.offset(call.out.stride);
     const __m512 inverse = _mm512_set1_ps(1.0f / state.l[r]);
     for (int d = 0; d < size; d += 16) {
       const __m512 o = _mm512_loadu_ps(state.o + std::int64_t{r} * size + d);
@@ -117,277 +124,176 @@ static inline void store_result(const AttentionCall& call, const Block& block,
   }
 }
 
-template <class Engine, KvFormat Format>
-class BlockWorker {
+// Goes through the visits of a task: the partitions of each of its blocks.
+class Visits {
  public:
-  using Value = typename Engine::Value;
-
-  explicit BlockWorker(const AttentionCall& call)
-      : call_(call), shape_(call.shape), cache_(call.shape.cache), size_(cache_.head_size),
-        factor_(exponent_factor(call.shape)) {
-    const std::size_t state = partial_floats(size_) * sizeof(float);
-    const std::size_t scores = std::size_t{kRowBlock} * kScoreStride * sizeof(float);
-    const std::size_t queries = round_up(std::size_t(kRowBlock) * size_ * sizeof(Value), kCacheLine);
-    const std::size_t group = std::size_t(kValueGroup) * size_ * sizeof(Value);
-    const std::size_t unpacked = Format == KvFormat::int8 ? 2 * kValueGroups * group : 0;
-    auto* memory = static_cast<std::uint8_t*>(
-        thread_scratch(1, 2 * state + scores + queries + group + unpacked));
-    auto take = [&memory](std::size_t size) {
-      std::uint8_t* taken = memory;
-      memory += size;
-      return taken;
-    };
-    state_ = RowState::at(reinterpret_cast<float*>(take(state)));
-    next_ = RowState::at(reinterpret_cast<float*>(take(state)));
-    scores_ = reinterpret_cast<float*>(take(scores));
-    queries_ = reinterpret_cast<Value*>(take(queries));
-    tail_ = reinterpret_cast<Value*>(take(group));
-    unpacked_ = reinterpret_cast<Value*>(take(unpacked));
+  Visits(const AttentionCall& call, const AttentionTask& task)
+      : call_(&call), task_(&task),
+        block_{task.request, task.kv_head_begin, task.row_begin,
+               min_of(kRowBlock, task.row_end - task.row_begin)} {
+    enter();
   }
 
-  void run(const AttentionTask& task, float* partials) {
-    for (int head = task.kv_head_begin; head < task.kv_head_end; ++head) {
-      for (int row = task.row_begin; row < task.row_end; row += kRowBlock) {
-        const int num_rows = min_of(kRowBlock, task.row_end - row);
-        Engine::begin(num_rows, size_);
-        const Block block{task.request, head, row, num_rows};
-        if (task.first_partial < 0) {
-          attend(block);
-        } else {
-          attend_partly(block, task, partials);
-        }
-      }
+  const Block& block() const { return block_; }
+  int partition() const { return partition_; }
+  bool is_first() const { return partition_ == begin_; }  // of its block
+  bool is_last() const { return partition_ + 1 == end_; }
+
+  // The keys of the partition that any row of the block sees; from the start of a unit on.
+  KeyRange keys() const {
+    const int start = partition_ * kPartition;
+    return {keys_.begin > start ? keys_.begin / kUnit * kUnit : start,
+            min_of(keys_.end, start + kPartition)};
+  }
+
+  // To the next visit; false after the last one.
+  bool advance() {
+    if (++partition_ < end_) return true;
+    block_.row_begin += kRowBlock;
+    if (block_.row_begin >= task_->row_end) {
+      block_.row_begin = task_->row_begin;
+      if (++block_.kv_head == task_->kv_head_end) return false;
     }
-    Engine::end();
+    block_.num_rows = min_of(kRowBlock, task_->row_end - block_.row_begin);
+    enter();
+    return true;
   }
 
  private:
-  // From the first to the last key that any row of the block sees.
-  KeyRange block_keys(const Block& block, const RequestView& request) const {
-    const int last = block.row_begin + block.num_rows - 1;
-    return {visible_keys(shape_, request.query_len, request.seq_len, block.row_begin).begin,
-            visible_keys(shape_, request.query_len, request.seq_len, last).end};
+  void enter() {
+    const AttentionShape& shape = call_->shape;
+    const RequestView request(call_->tables, block_.request);
+    const int group = shape.group_size(), last = block_.row_begin + block_.num_rows - 1;
+    keys_ = {visible_keys(shape, request.query_len, request.seq_len,
+                          block_.row_begin / group).begin,
+             visible_keys(shape, request.query_len, request.seq_len, last / group).end};
+    const bool is_whole = task_->first_partial < 0;
+    begin_ = is_whole ? keys_.begin / kPartition : task_->partition_begin;
+    end_ = is_whole ? ceil_div(keys_.end, kPartition) : task_->partition_end;
+    partition_ = begin_;
   }
 
-  void attend(const Block& block) {
-    const RequestView request(call_.tables, block.request);
-    const KeyRange keys = block_keys(block, request);
-    load_rows(block, request);
-    clear_state(state_, block.num_rows, size_);
-    for (int p = keys.begin / kPartition; p * kPartition < keys.end; ++p) {
-      attend_partition(block, request, keys, p, next_);
-      merge_state(state_, next_, block.num_rows, size_, factor_);
-    }
-    store_result(call_, block, state_);
-  }
+  const AttentionCall* call_;
+  const AttentionTask* task_;
+  Block block_;
+  KeyRange keys_;
+  int partition_, begin_, end_;
+};
 
-  void attend_partly(const Block& block, const AttentionTask& task, float* partials) {
-    const RequestView request(call_.tables, block.request);
-    const KeyRange keys = block_keys(block, request);
-    load_rows(block, request);
-    for (int p = task.partition_begin; p < task.partition_end; ++p) {
-      const std::int64_t index = task.first_partial + p - task.partition_begin;
-      attend_partition(block, request, keys, p,
-                       RowState::at(partials + index * partial_floats(size_)));
-    }
-  }
+// Where a visit's keys and values are, in units of 32 tokens. Scores have a column for each key;
+// what follows the last of `num_keys` keys in its unit may be anything.
+struct Units {
+  int first_key, num_keys, count;
+  std::int64_t to_values;  // bytes from K to V
+  const std::uint8_t* keys[kUnits];
 
-  // Queries, and what each of them sees.
-  void load_rows(const Block& block, const RequestView& request) {
-    const int group = shape_.group_size();
-    for (int r = 0; r < block.num_rows; ++r) {
-      seen_[r] = visible_keys(shape_, request.query_len, request.seq_len, block.row_begin + r);
-      const std::int64_t at = row_offset(shape_, group, request, block, r, call_.queries.stride);
-      for (int d = 0; d < size_; d += 16)
-        store_values(queries_ + std::int64_t{r} * size_, sizeof(Value) == 2, d, 0xffff,
-                     load_values(call_.queries.data, call_.queries.is_bf16, at + d, 0xffff));
-    }
-  }
+  const std::uint8_t* values(int unit) const { return keys[unit] + to_values; }
+};
 
-  // Groups of one partition that hold keys of the block, by pointer. Scores and p have a column for
-  // each of their keys; column 0 is position `first`.
-  struct Groups {
-    int first, count;
-    const Value* keys[2 * kValueGroups];
-    const Value* values[kValueGroups];
-    const float* key_scales[2 * kValueGroups];  // int8 only
-    const float* value_scales[kValueGroups];
-  };
-
-  void attend_partition(const Block& block, const RequestView& request, const KeyRange& keys,
-                        int partition, const RowState& result) {
-    Groups groups;
-    find_groups(block, request, keys, partition * kPartition, groups);
-    Engine::scores(queries_, block.num_rows, size_, groups.keys, groups.count, scores_);
-    for (int r = 0; r < block.num_rows; ++r) {
-      softmax(scores_ + r * kScoreStride, groups, seen_[r].begin - groups.first,
-              seen_[r].end - groups.first, result.m[r], result.l[r]);
-    }
-    Engine::weighted(reinterpret_cast<const Value*>(scores_), block.num_rows, size_,
-                     groups.values, groups.count, result.o);
-  }
-
-  void find_groups(const Block& block, const RequestView& request, const KeyRange& keys,
-                   int start, Groups& groups) {
-    const int begin = keys.begin > start ? (keys.begin - start) / kValueGroup : 0;
-    const int end = ceil_div(min_of(keys.end - start, kPartition), kValueGroup);
-    groups.first = start + begin * kValueGroup;
-    groups.count = end - begin;
-    for (int g = 0; g < groups.count; ++g) {
-      const int position = groups.first + g * kValueGroup;
-      const int at = position / cache_.block_size, offset = position % cache_.block_size;
-      for (int half = 0; half < 2; ++half)
-        groups.keys[2 * g + half] = key_group(
-            cache_.key_group(request.blocks[at], block.kv_head, offset + half * kKeyGroup),
-            2 * g + half, groups);
-      groups.values[g] =
-          value_group(cache_.value_group(request.blocks[at], block.kv_head, offset), g, groups);
-      if (position + kValueGroup > request.seq_len)
-        groups.values[g] = written_values(groups.values[g], request.seq_len - position);
+static inline Units find_units(const AttentionCall& call, const Visits& visit) {
+  const CacheLayout& cache = call.shape.cache;
+  const std::int64_t token_bytes = cache.token_bytes(), part_bytes = cache.part_bytes();
+  const std::int64_t block_bytes = cache.block_bytes();
+  const std::int32_t* blocks = RequestView(call.tables, visit.block().request).blocks;
+  const std::uint8_t* part = call.cache + visit.block().kv_head * part_bytes;
+  const KeyRange range = visit.keys();
+  Units units;
+  units.first_key = range.begin;
+  units.num_keys = range.end - range.begin;
+  units.count = ceil_div(units.num_keys, kUnit);
+  units.to_values = cache.num_kv_heads * part_bytes;
+  int at = range.begin / cache.block_size, offset = range.begin % cache.block_size;
+  for (int u = 0; u < units.count; ++u) {
+    units.keys[u] = part + blocks[at] * block_bytes + offset * token_bytes;
+    offset += kUnit;
+    if (offset == cache.block_size) {
+      offset = 0;
+      ++at;
     }
   }
+  return units;
+}
 
-  const Value* key_group(std::int64_t offset, int index, Groups& groups) {
-    return group_at<kKeyGroup>(offset, unpacked_ + std::int64_t{index} * kKeyGroup * size_,
-                               groups.key_scales[index]);
+// A unit of K or V that should be fetched.
+struct AheadUnit {
+  const std::uint8_t* data;
+  bool is_value;
+  bool is_half;  // only the first group of K
+};
+
+// Runs some units ahead of the work, through those of K and then of V of each visit: memory answers
+// in time only if it is asked early. It goes on through the tasks that this thread most likely
+// takes next, where their own Lookahead will start.
+class Lookahead {
+ public:
+  Lookahead(const AttentionCall& call, const TaskQueue& queue)
+      : call_(call), queue_(queue), visits_(call, queue.tasks[queue.at]),
+        units_(find_units(call, visits_)) {
+    const std::int64_t unit_bytes = kUnit * call.shape.cache.token_bytes();
+    for (std::int64_t bytes = 0; bytes < kDistance; bytes += unit_bytes) pull();
   }
 
-  const Value* value_group(std::int64_t offset, int index, Groups& groups) {
-    Value* space = unpacked_ + std::int64_t{kValueGroups + index} * kValueGroup * size_;
-    return group_at<kValueGroup>(offset, space, groups.value_scales[index]);
-  }
-
-  // A group as the engine takes it. int8 codes become bf16, which is exact; scales come later.
-  template <int Tokens>
-  const Value* group_at(std::int64_t offset, Value* space, const float*& scales) {
-    const std::uint8_t* data = call_.cache + offset;
-    if constexpr (Format == KvFormat::int8) {
-      const int count = Tokens * size_;
-      scales = reinterpret_cast<const float*>(data + count);
-      for (int i = 0; i < count; i += 32) {
-        const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + i));
-        const __m512 low = _mm512_cvtepi32_ps(
-            _mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
-        const __m512 high = _mm512_cvtepi32_ps(
-            _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
-        _mm512_storeu_si512(space + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-      }
-      return space;
-    } else {
-      (void)space;
-      (void)scales;
-      return reinterpret_cast<const Value*>(data);
+  // The next unit; after the last one any.
+  AheadUnit pull() {
+    if (at_ == units_.count) {
+      at_ = 0;
+      is_value_ = !is_value_;
+      if (!is_value_) enter_next();
     }
+    const std::uint8_t* data = is_value_ ? units_.values(at_) : units_.keys[at_];
+    ++at_;
+    return {data, is_value_, !is_value_ && at_ * kUnit - kKeyGroup >= units_.num_keys};
   }
 
-  // A copy of a group of V in which tokens from `count` on are zeros: recycled memory may hold
-  // anything there, and 0 times NaN is NaN.
-  const Value* written_values(const Value* group, int count) {
-    constexpr int kPacked = 4 / sizeof(Value);  // tokens in a word
-    constexpr int kWords = kValueGroup / kPacked;
-    for (int i = 0; i < size_; i += 16) {
-      for (int w = 0; w < kWords; ++w) {
-        const std::int64_t at = (std::int64_t{i} * kWords + w * 16) * kPacked;
-        const int left = count - w * kPacked;
-        const __mmask32 mask = left >= kPacked ? 0xffffffffu : left <= 0 ? 0 : 0x55555555u;
-        _mm512_storeu_si512(tail_ + at, _mm512_maskz_loadu_epi16(mask, group + at));
-      }
+ private:
+  static constexpr std::int64_t kDistance = 16 << 10;  // bytes
+
+  void enter_next() {
+    if (!visits_.advance()) {
+      queue_.at = min_of(queue_.at + queue_.step, queue_.count - 1);
+      visits_ = Visits(call_, queue_.tasks[queue_.at]);
     }
-    return tail_;
-  }
-
-  // Scores of a row to p, in place: the columns [begin, end) are visible, p of the others is 0.
-  // Works on 32 columns at a time; those without a visible one are not looked at.
-  void softmax(float* row, const Groups& groups, int begin, int end, float& m, float& l) {
-    const int first = begin > 0 ? min_of(begin / kValueGroup, groups.count) : 0;
-    const int last = end <= 0 ? first : min_of(ceil_div(end, kValueGroup), groups.count);
-    transform(row, groups, 2 * first, 2 * last);
-    hide(row, first, last, begin, end);
-    __m512 largest = _mm512_set1_ps(kNothing);
-    for (int v = 2 * first; v < 2 * last; ++v)
-      largest = _mm512_max_ps(largest, _mm512_loadu_ps(row + v * 16));
-    m = _mm512_reduce_max_ps(largest);
-    const __m512 shift = _mm512_set1_ps(Format == KvFormat::float32 ? m : -m * factor_);
-    __m512 sum = _mm512_setzero_ps();
-    Value* p = reinterpret_cast<Value*>(row);
-    for (int g = 0; g < first; ++g) store_p(p, g, _mm512_setzero_ps(), _mm512_setzero_ps());
-    for (int g = first; g < last; ++g) {
-      __m512 low = weight(_mm512_loadu_ps(row + g * kValueGroup), shift);
-      __m512 high = weight(_mm512_loadu_ps(row + g * kValueGroup + 16), shift);
-      sum = _mm512_add_ps(_mm512_add_ps(sum, low), high);
-      if constexpr (Format == KvFormat::int8) {
-        low = scaled(low, groups.value_scales[g]);
-        high = scaled(high, groups.value_scales[g] + 16);
-      }
-      store_p(p, g, low, high);
-    }
-    for (int g = last; g < groups.count; ++g)
-      store_p(p, g, _mm512_setzero_ps(), _mm512_setzero_ps());
-    l = _mm512_reduce_add_ps(sum);
-  }
-
-  // Hidden scores among the 32 columns at either end of the visible ones.
-  static void hide(float* row, int first, int last, int begin, int end) {
-    for (int g = first; g < last; ++g) {
-      const int column = g * kValueGroup;
-      if (column >= begin && column + kValueGroup <= end) continue;
-      for (int at = column; at < column + kValueGroup; at += 16) {
-        const __mmask16 visible = first_lanes(end - at) & ~first_lanes(begin - at);
-        _mm512_mask_storeu_ps(row + at, ~visible, _mm512_set1_ps(kHidden));
-      }
-    }
-  }
-
-  // float32: exact where s = m. Others: off by a factor near 1 that is the same for the whole row.
-  __m512 weight(__m512 score, __m512 shift) const {
-    const __m512 factor = _mm512_set1_ps(factor_);
-    if constexpr (Format == KvFormat::float32) {
-      return exp2_of<6>(_mm512_mul_ps(_mm512_sub_ps(score, shift), factor));
-    } else {
-      return exp2_of<4>(_mm512_fmadd_ps(score, factor, shift));
-    }
-  }
-
-  // Scales of hidden tokens may be NaN.
-  static __m512 scaled(__m512 weights, const float* scales) {
-    const __mmask16 seen = _mm512_cmp_ps_mask(weights, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-    return _mm512_maskz_mul_ps(seen, weights, _mm512_maskz_loadu_ps(seen, scales));
-  }
-
-  // Scales of int8 keys, soft cap.
-  void transform(float* row, const Groups& groups, int first, int last) {
-    if (Format != KvFormat::int8 && shape_.soft_cap <= 0.0f) return;
-    const __m512 cap = _mm512_set1_ps(shape_.soft_cap);
-    const __m512 scale = _mm512_set1_ps(shape_.scale / shape_.soft_cap);
-    for (int v = first; v < last; ++v) {
-      __m512 s = _mm512_loadu_ps(row + v * 16);
-      if constexpr (Format == KvFormat::int8)
-        s = _mm512_mul_ps(s, _mm512_loadu_ps(groups.key_scales[v]));
-      if (shape_.soft_cap > 0.0f) s = _mm512_mul_ps(tanh_of(_mm512_mul_ps(s, scale)), cap);
-      _mm512_storeu_ps(row + v * 16, s);
-    }
-  }
-
-  static void store_p(Value* p, int group, __m512 low, __m512 high) {
-    if constexpr (sizeof(Value) == 2) {
-      _mm512_storeu_si512(p + group * kValueGroup, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    } else {
-      _mm512_storeu_ps(p + group * kValueGroup, low);
-      _mm512_storeu_ps(p + group * kValueGroup + 16, high);
-    }
+    units_ = find_units(call_, visits_);
   }
 
   const AttentionCall& call_;
-  const AttentionShape& shape_;
-  const CacheLayout& cache_;
-  const int size_;
-  const float factor_;
-  RowState state_, next_;
-  KeyRange seen_[kRowBlock];
-  float* scores_;
-  Value* queries_;
-  Value* tail_;
-  Value* unpacked_;
+  TaskQueue queue_;
+  Visits visits_;
+  Units units_;
+  int at_ = 0;
+  bool is_value_ = false;
 };
+
+// Takes a worker through a task, the first of the queue. The worker has
+//   load_rows(block)              before the visits of a block
+//   attend(units, ahead, result)  the result of a visit. For each unit of K and then of V there is
+//                                 one `ahead` that should be fetched meanwhile
+template <class Worker>
+static void walk(Worker& worker, const AttentionCall& call, const TaskQueue& queue,
+                 const RowState& state, const RowState& next, float* partials) {
+  const AttentionTask& task = queue.tasks[queue.at];
+  const int size = call.shape.cache.head_size;
+  const bool is_whole = task.first_partial < 0;
+  Visits visit(call, task);
+  Lookahead lookahead(call, queue);
+  do {
+    const Block& block = visit.block();
+    if (visit.is_first()) worker.load_rows(block);
+    const Units units = find_units(call, visit);
+    AheadUnit ahead[2 * kUnits];
+    for (int u = 0; u < 2 * units.count; ++u) ahead[u] = lookahead.pull();
+    if (!is_whole) {
+      const std::int64_t index = task.first_partial + visit.partition() - task.partition_begin;
+      worker.attend(units, ahead, RowState::at(partials + index * partial_floats(size)));
+    } else if (visit.is_first()) {
+      // Merging the first partition into nothing would give its own bits.
+      worker.attend(units, ahead, state);
+    } else {
+      worker.attend(units, ahead, next);
+      merge_state(state, next, block.num_rows, size, exponent_factor(call.shape));
+    }
+    if (is_whole && visit.is_last()) store_result(call, block, state);
+  } while (visit.advance());
+}
 
 }  // namespace tokenmill

@@ -179,6 +179,42 @@ def test_a_long_decode_is_shared_among_threads_with_the_same_bits() -> None:
     )
 
 
+def test_int8_codes_are_multiplied_with_less_loss_than_bfloat16_has() -> None:
+    shape = make_shape(kv_dtype="int8", scale=0.5)
+    lengths = [300, 700]
+    sequences = random_sequences(shape, lengths, torch.bfloat16)
+    for part in (sequences.key, sequences.value):
+        for i, x in enumerate(part):
+            codes = (40 * x.float()).round().clamp(-127, 127)
+            codes[..., :1] = 127  # the scale is 1/32, and nothing is lost in the cache
+            part[i] = codes / 32
+    chunks = [Chunk(0, 150, 300), Chunk(1, 699, 700)]
+    cache = Cache(shape, lengths)
+    write(cache, sequences, [Chunk(i, 0, n) for i, n in enumerate(lengths)])
+    sequences.query = [q.float() for q in sequences.query]  # so that the output is not rounded
+    for chunk, result in zip(chunks, attend(cache, sequences, chunks), strict=True):
+        error = result.double() - reference(shape, sequences, chunk)
+        assert error.abs().max() < {"avx512": 2e-3, "amx": 2e-2}[_native.active_isa()]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+def test_a_nan_is_seen_by_whoever_attends_to_it(part: str, kv_dtype: str) -> None:
+    shape = make_shape(kv_dtype=kv_dtype)
+    lengths = [500, 500]
+    sequences = random_sequences(shape, lengths, torch.bfloat16)
+    position = 499 if part == "query" else 270
+    getattr(sequences, part)[1][position, 0, 3] = torch.nan
+    cache = Cache(shape, lengths)
+    write(cache, sequences, [Chunk(i, 0, 500) for i in range(2)])
+    sound, bad = attend(cache, sequences, [Chunk(0, 499, 500), Chunk(1, 499, 500)])
+    assert sound.isfinite().all()
+    group = 1 if part == "query" else shape.num_heads // shape.num_kv_heads
+    columns = slice(3, 4) if part == "value" and kv_dtype != "int8" else slice(None)
+    assert bad[0, :group, columns].isnan().all()
+    assert bad[0, group:].isfinite().all()
+
+
 def test_empty_requests_and_empty_steps() -> None:
     shape = make_shape()
     cache = Cache(shape, [5, 5])

@@ -1,0 +1,288 @@
+// Attention products with AVX-512: up to 4 rows times 4 vectors of 16 columns. A word of a row
+// (two bf16 values, two int16 codes or a float32) is multiplied with 16 words, and the products are
+// added one after another. For files compiled with AVX-512 only.
+#pragma once
+
+#include <utility>
+
+#include "attention_rows.h"
+#include "elementwise_math.h"
+
+// As TOKENMILL_INLINE, behind the parameters of a lambda.
+#define TOKENMILL_INLINE_LAMBDA __attribute__((always_inline))
+
+namespace tokenmill {
+
+struct Bf16Words {
+  using Value = bf16;
+  using Sum = __m512;
+  static constexpr int kColumnBytes = 64;  // of 16 words in the cache
+  static Sum zero() { return _mm512_setzero_ps(); }
+  static __m512i load(const std::uint8_t* columns) { return _mm512_loadu_si512(columns); }
+  // The first of the two values of each word; the other may be anything in memory.
+  static __m512i load_first(const std::uint8_t* columns) {
+    return _mm512_maskz_loadu_epi16(0x55555555u, columns);
+  }
+  static Sum add(Sum sum, __m512i columns, std::int32_t row) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)columns, (__m512bh)_mm512_set1_epi32(row));
+  }
+  static __m512 finish(Sum sum, __m512) { return sum; }
+};
+
+struct FloatWords {
+  using Value = float;
+  using Sum = __m512;
+  static constexpr int kColumnBytes = 64;
+  static Sum zero() { return _mm512_setzero_ps(); }
+  static __m512i load(const std::uint8_t* columns) { return _mm512_loadu_si512(columns); }
+  static __m512i load_first(const std::uint8_t* columns) { return load(columns); }
+  static Sum add(Sum sum, __m512i columns, std::int32_t row) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(columns),
+                           _mm512_castsi512_ps(_mm512_set1_epi32(row)), sum);
+  }
+  static __m512 finish(Sum sum, __m512) { return sum; }
+};
+
+// Rows of int16 codes; a sum of 256 products with int8 codes fits 32 bits.
+struct CodeWords {
+  using Value = std::int16_t;
+  using Sum = __m512i;
+  static constexpr int kColumnBytes = 32;
+  static Sum zero() { return _mm512_setzero_si512(); }
+  static __m512i load(const std::uint8_t* columns) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(columns)));
+  }
+  static __m512i load_first(const std::uint8_t* columns) {
+    return _mm512_maskz_mov_epi16(0x55555555u, load(columns));
+  }
+  static Sum add(Sum sum, __m512i columns, std::int32_t row) {
+    return _mm512_dpwssd_epi32(sum, columns, _mm512_set1_epi32(row));
+  }
+  static __m512 finish(Sum sum, __m512 scale) {
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+  }
+};
+
+// Asks for a line of memory that will be needed soon. Into the second level: the first one has room
+// for fewer requests on the way.
+static TOKENMILL_INLINE void fetch(const std::uint8_t* line) {
+  _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1);
+}
+
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
+// body(Number<0>), ..., body(Number<N - 1>): indices that are constants from the first, so that
+// arrays become registers.
+template <int... I, class F>
+static TOKENMILL_INLINE void repeat(std::integer_sequence<int, I...>, const F& body) {
+  (body(Number<I>{}), ...);
+}
+template <int N, class F>
+static TOKENMILL_INLINE void repeat(const F& body) {
+  repeat(std::make_integer_sequence<int, N>{}, body);
+}
+
+// Sums of up to 4 rows times 4 vectors of columns.
+template <class Words, int Rows, int Columns>
+struct Sums {
+  typename Words::Sum values[Rows][Columns];
+
+  TOKENMILL_INLINE void clear() {
+    repeat<Rows>([&](auto r) TOKENMILL_INLINE_LAMBDA {
+      repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA {
+        values[r.value][c.value] = Words::zero();
+      });
+    });
+  }
+
+  // Adds one word of each row times load(0), ..., load(Columns - 1).
+  template <class Load>
+  TOKENMILL_INLINE void add(const std::int32_t* rows, std::int64_t row_stride, const Load& load) {
+    __m512i words[Columns];
+    repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA {
+      __m512i word = load(c.value);
+      __asm__("" : "+v"(word));  // in a register; compilers would load it again for each row
+      words[c.value] = word;
+    });
+    repeat<Rows>([&](auto r) TOKENMILL_INLINE_LAMBDA {
+      const std::int32_t word = rows[r.value * row_stride];
+      repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA {
+        values[r.value][c.value] = Words::add(values[r.value][c.value], words[c.value], word);
+      });
+    });
+  }
+};
+
+// body(Number<rows>, first row) over all rows, in fours as far as there are so many.
+template <class F>
+static TOKENMILL_INLINE void in_fours(int num_rows, const F& body) {
+  int r = 0;
+  for (; r + 4 <= num_rows; r += 4) body(Number<4>{}, r);
+  switch (num_rows - r) {
+    case 1: body(Number<1>{}, r); break;
+    case 2: body(Number<2>{}, r); break;
+    case 3: body(Number<3>{}, r); break;
+    default: break;
+  }
+}
+
+// Rows in words of 32 bits.
+struct WordRows {
+  const std::int32_t* data;
+  std::int64_t stride;
+  int count;
+};
+
+// Products with units of K and V. Both consist of halves of 16 tokens, and these of head_size / 16
+// runs of 16 tokens times 16 values. While one half is read, half of the unit in its place in
+// `ahead` is fetched.
+template <class Words>
+class VectorProducts {
+ public:
+  explicit VectorProducts(int head_size)
+      : head_size_(head_size), num_runs_(head_size / 16), code_bytes_(num_runs_ * kRunBytes) {}
+
+  // out[r][column] = q[r] . k[column], for int8 times the key's scale and row_scales[r]. Columns
+  // that fill up the last 32 may be anything.
+  void scores(const WordRows& q, const float* row_scales, const Units& units,
+              const AheadUnit* ahead, float* out, int out_stride) const {
+    const int num_groups = ceil_div(units.num_keys, kKeyGroup);
+    int g = 0;
+    for (; g + 4 <= num_groups; g += 4)
+      score_groups<4>(q, row_scales, units, ahead, g, 4, out + g * 16, out_stride);
+    for (; g < num_groups; g += 2)
+      score_groups<2>(q, row_scales, units, ahead, g, num_groups - g, out + g * 16, out_stride);
+  }
+
+  // out[r] = sum of p[r][token] v[token] over the keys of the units, for int8 times row_scales[r].
+  void weighted(const WordRows& p, const float* row_scales, const Units& units,
+                const AheadUnit* ahead, float* out) const {
+    int run = 0;
+    for (; run + 4 <= num_runs_; run += 4)
+      weighted_runs<4>(p, row_scales, units, ahead, run, out);
+    for (; run + 2 <= num_runs_; run += 2)
+      weighted_runs<2>(p, row_scales, units, ahead, run, out);
+    if (run < num_runs_) weighted_runs<1>(p, row_scales, units, ahead, run, out);
+  }
+
+ private:
+  static constexpr bool kIsCodes = Words::kColumnBytes < 64;
+  static constexpr int kPacked = 4 / sizeof(typename Words::Value);  // values in a word
+  static constexpr int kRunWords = 16 / kPacked;
+  static constexpr std::int64_t kRunBytes = kRunWords * Words::kColumnBytes;
+  static constexpr int kLineWords = 64 / Words::kColumnBytes;
+  static constexpr int kRunLines = kRunWords / kLineWords;
+
+  std::int64_t group_bytes() const {  // of K
+    return code_bytes_ + (kIsCodes ? kKeyGroup * sizeof(float) : 0);
+  }
+  // Half of a unit in bytes. For K these are its groups; for V both have lines of all tokens.
+  const std::uint8_t* half(const AheadUnit& unit, int index) const {
+    if (unit.is_half) index = 0;
+    return unit.data + index * (unit.is_value ? code_bytes_ : group_bytes());
+  }
+  void fetch_scales(const AheadUnit& unit, int half) const {
+    if (kIsCodes)
+      fetch(unit.data + (unit.is_value ? 2 * code_bytes_ + half * kCacheLine
+                                       : half * group_bytes() + code_bytes_));
+  }
+
+  template <int Columns>
+  void score_groups(const WordRows& q, const float* row_scales, const Units& units,
+                    const AheadUnit* ahead, int group, int count, float* out,
+                    int out_stride) const {
+    const std::uint8_t* columns[Columns];
+    const std::uint8_t* next[Columns];
+    for (int c = 0; c < Columns; ++c) {
+      const int g = group + (c < count ? c : 0);
+      columns[c] = units.keys[g / 2] + g % 2 * group_bytes();
+      next[c] = half(ahead[g / 2], g % 2);
+      fetch_scales(ahead[g / 2], g % 2);
+    }
+    in_fours(q.count, [&](auto rows, int r) {
+      constexpr int kRows = decltype(rows)::value;
+      Sums<Words, kRows, Columns> sums;
+      sums.clear();
+      const std::int32_t* words = q.data + r * q.stride;
+      std::int64_t at = 0;
+      while (at < code_bytes_) {
+        repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA { fetch(next[c.value] + at); });
+        repeat<kLineWords>([&](auto) TOKENMILL_INLINE_LAMBDA {
+          sums.add(words++, q.stride, [&](int c) TOKENMILL_INLINE_LAMBDA {
+            return Words::load(columns[c] + at);
+          });
+          at += Words::kColumnBytes;
+        });
+      }
+      repeat<kRows>([&](auto i) TOKENMILL_INLINE_LAMBDA {
+        repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA {
+          __m512 scale = _mm512_setzero_ps();
+          if constexpr (kIsCodes)
+            scale = _mm512_mul_ps(_mm512_loadu_ps(columns[c.value] + at),
+                                  _mm512_set1_ps(row_scales[r + i.value]));
+          _mm512_storeu_ps(out + std::int64_t{r + i.value} * out_stride + c.value * 16,
+                           Words::finish(sums.values[i.value][c.value], scale));
+        });
+      });
+    });
+  }
+
+  template <int Columns>
+  void weighted_runs(const WordRows& p, const float* row_scales, const Units& units,
+                     const AheadUnit* ahead, int run, float* out) const {
+    constexpr std::int64_t kStride = 2 * kRunBytes;
+    in_fours(p.count, [&](auto rows, int r) {
+      constexpr int kRows = decltype(rows)::value;
+      Sums<Words, kRows, Columns> sums;
+      sums.clear();
+      const std::int32_t* words = p.data + r * p.stride;
+      for (int i = 0; i * 16 < units.num_keys; ++i) {
+        const std::uint8_t* columns =
+            units.values(i / 2) + i % 2 * kRunBytes + run * kStride;
+        const std::uint8_t* next = half(ahead[i / 2], i % 2) + run * kRunBytes;
+        if (run == 0) fetch_scales(ahead[i / 2], i % 2);
+        const int left = units.num_keys - i * 16;
+        if (left >= 16) {
+          for (int line = 0; line < kRunLines; ++line) {
+            repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA {
+              fetch(next + c.value * kRunBytes);
+            });
+            next += 64;
+            repeat<kLineWords>([&](auto) TOKENMILL_INLINE_LAMBDA {
+              sums.add(words++, p.stride, [&](int c) TOKENMILL_INLINE_LAMBDA {
+                return Words::load(columns + c * kStride);
+              });
+              columns += Words::kColumnBytes;
+            });
+          }
+          continue;
+        }
+        for (int line = 0; line < kRunLines; ++line)
+          for (int c = 0; c < Columns; ++c) fetch(next + c * kRunBytes + line * 64);
+        for (int token = 0; token < left; token += kPacked) {
+          const bool is_whole = token + kPacked <= left;
+          sums.add(words++, p.stride, [&](int c) TOKENMILL_INLINE_LAMBDA {
+            const std::uint8_t* at = columns + c * kStride;
+            return is_whole ? Words::load(at) : Words::load_first(at);
+          });
+          columns += Words::kColumnBytes;
+        }
+      }
+      repeat<kRows>([&](auto i) TOKENMILL_INLINE_LAMBDA {
+        const __m512 scale = _mm512_set1_ps(kIsCodes ? row_scales[r + i.value] : 1.0f);
+        repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA {
+          _mm512_storeu_ps(out + std::int64_t{r + i.value} * head_size_ + (run + c.value) * 16,
+                           Words::finish(sums.values[i.value][c.value], scale));
+        });
+      });
+    });
+  }
+
+  const int head_size_, num_runs_;
+  const std::int64_t code_bytes_;  // of 16 tokens
+};
+
+}  // namespace tokenmill
