@@ -13,6 +13,7 @@ from tokenmill.attention.selection import select_backend
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
 from tokenmill.models.base import CausalLM
+from tokenmill.worker.kv_memory import empty_kv_cache
 from tokenmill.worker.model_runner import AttentionGroup
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,8 @@ def bind_attention(
                 cache.num_blocks, cache.block_size, spec.num_kv_heads, spec.head_size, kv_dtype
             )
             for name in names:
-                # Not zeroed: pages cost memory only when they are first written, and attention
-                # reads no slot that was not.
-                kv_cache = torch.empty(shape, dtype=dtype, device=device)
+                # Not zeroed: attention reads no slot that was not written.
+                kv_cache = empty_kv_cache(shape, dtype, device)
                 layers[name].bind(backend.make_impl(spec), kv_cache)
             builder = backend.make_metadata_builder(spec, _limits(config, cache))
             groups.append(AttentionGroup(index, tuple(names), builder, backend.supports_graphs))
