@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
 NATIVE_KERNELS = ("amx", "avx512")
-FLOPS_PER_CPU = {"amx": 0.4e12, "avx512": 0.1e12, "reference": 0.1e12}
+FLOPS_PER_CPU = {"amx": 0.4e12, "avx512": 0.25e12, "reference": 0.1e12}
 """What a processor computes, roughly, by instruction set; only sizes the default token budget."""
 FLOPS_PER_GPU = 4e14
 

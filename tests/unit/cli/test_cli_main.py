@@ -91,8 +91,16 @@ def test_version():
         ),
     ],
 )
-def test_every_setting_is_a_flag_with_its_text(command, absent, monkeypatch):
-    shown = [line.split() for line in help_of(command, monkeypatch=monkeypatch).splitlines()]
+def test_every_setting_is_a_flag_with_its_text(command, absent):
+    code = "from tokenmill.entrypoints.cli.main import main; main()"
+    done = subprocess.run(  # of its own, so that its lines are as long as asked for
+        [sys.executable, "-c", code, command, "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "400"},
+    )
+    assert done.returncode == 0, done.stderr
+    shown = [line.split() for line in done.stdout.splitlines()]
     rows = [words[1:] for words in shown if words[:1] == ["│"]]  # those of the tables
     engine_fields = {field.name for field in fields(EngineArgs)} - {"seed", "skip_tokenizer_init"}
     docs = {name: field_docs(EngineArgs)[name] for name in engine_fields}
