@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,3 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Before triton is imported: without a GPU its kernels run in the interpreter. Where there is one,
 # run the tests with TRITON_INTERPRET=0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Some tests interrupt themselves or their children; whoever runs them in the background of a script
+# has the signal ignored, and children would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
