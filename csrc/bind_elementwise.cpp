@@ -1,12 +1,12 @@
 // Elementwise kernels and sampling, as Python functions.
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include <optional>
+#include <algorithm>
 
 #include "bind_rows.h"
 #include "elementwise_kernels.h"
 #include "program.h"
+#include "sampling_kernels.h"
 
 namespace tokenmill {
 namespace {
@@ -74,21 +74,6 @@ void run_gate(const ReadTensor& x, const std::string& gate, const Tensor& out) {
   });
 }
 
-void run_gather(const ReadTensor& table, const Column<const std::int32_t>& ids, const Tensor& out) {
-  GatherCall call{};
-  const int num_entries = rows_of(table);
-  call.size = static_cast<int>(table.shape(1));
-  call.num_rows = static_cast<int>(ids.size());
-  call.table = token_rows(table, "table", call.size);
-  call.out = token_rows(out, "out", call.size);
-  check(out.shape(0) == ids.size(), "out", "a row for each id");
-  for (std::size_t i = 0; i < ids.size(); ++i)
-    check(ids.data()[i] >= 0 && ids.data()[i] < num_entries, "ids", "rows of the table");
-  call.ids = ids.data();
-  Unlocked unlocked;
-  gather_rows(call);
-}
-
 Logits logits_of(const nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>& logits) {
   check_matrix(logits, "logits", logits.shape(1));
   check(logits.shape(1) > 0, "logits", "of at least one column");
@@ -101,31 +86,34 @@ void check_column(std::size_t size, const Logits& logits, const char* name) {
   check(static_cast<int>(size) == logits.num_rows, name, "a value for each row of logits");
 }
 
-void run_argmax(const LogitsMatrix& logits, const Column<std::int64_t>& token_ids,
-                const Column<float>& best) {
-  const ArgmaxCall call{logits_of(logits), token_ids.data(), best.data()};
-  check_column(token_ids.size(), call.logits, "token_ids");
-  check_column(best.size(), call.logits, "best");
-  Unlocked unlocked;
-  argmax(call);
-}
-
-void run_logprobs(const LogitsMatrix& logits, const Matrix<const std::int64_t>& token_ids,
-                  const Matrix<float>& logprobs, const Column<float>& log_sums,
-                  const std::optional<Matrix<std::int32_t>>& ranks) {
-  LogprobsCall call{logits_of(logits), token_ids.data(), static_cast<int>(token_ids.shape(1)),
-                    logprobs.data(), log_sums.data(), ranks ? ranks->data() : nullptr};
+void run_score(const LogitsMatrix& logits, const Column<const std::int64_t>& chosen,
+               const Column<const std::int64_t>& num_best, const Matrix<std::int64_t>& token_ids,
+               const Matrix<float>& logprobs, const Column<std::int32_t>& ranks,
+               const Column<bool>& is_finite) {
+  const ScoreCall call{logits_of(logits),
+                       chosen.data(),
+                       num_best.data(),
+                       static_cast<int>(token_ids.shape(1)),
+                       token_ids.data(),
+                       logprobs.data(),
+                       ranks.data(),
+                       reinterpret_cast<std::uint8_t*>(is_finite.data())};
+  check_column(chosen.size(), call.logits, "chosen");
+  check_column(num_best.size(), call.logits, "num_best");
   check_column(token_ids.shape(0), call.logits, "token_ids");
-  check_column(log_sums.size(), call.logits, "log_sums");
-  check(logprobs.shape(0) == token_ids.shape(0) && logprobs.shape(1) == token_ids.shape(1),
-        "logprobs", "of the shape of token_ids");
-  check(!ranks || (ranks->shape(0) == token_ids.shape(0) && ranks->shape(1) == token_ids.shape(1)),
-        "ranks", "of the shape of token_ids");
-  for (std::size_t i = 0; i < token_ids.size(); ++i)
-    check(token_ids.data()[i] >= 0 && token_ids.data()[i] < call.logits.vocab_size, "token_ids",
+  check_column(logprobs.shape(0), call.logits, "logprobs");
+  check_column(ranks.size(), call.logits, "ranks");
+  check_column(is_finite.size(), call.logits, "is_finite");
+  check(logprobs.shape(1) == token_ids.shape(1), "logprobs", "of the shape of token_ids");
+  const int most = std::min(call.width - 1, call.logits.vocab_size);
+  for (int row = 0; row < call.logits.num_rows; ++row) {
+    check(call.chosen[row] >= 0 && call.chosen[row] < call.logits.vocab_size, "chosen",
           "columns of logits");
+    check(call.num_best[row] >= 0 && call.num_best[row] <= most, "num_best",
+          "from 0 to " + std::to_string(most));
+  }
   Unlocked unlocked;
-  chosen_logprobs(call);
+  score_tokens(call);
 }
 
 void run_sample(const LogitsMatrix& logits, const Column<const bool>& is_greedy,
@@ -162,11 +150,8 @@ void run_sample(const LogitsMatrix& logits, const Column<const bool>& is_greedy,
 void bind_elementwise(nb::module_& module) {
   module.def("add_rms_norm", &run_norm);
   module.def("gated_activation", &run_gate);
-  module.def("gather_rows", &run_gather);
-  module.def("argmax", &run_argmax);
-  module.def("chosen_logprobs", &run_logprobs, nb::arg("logits"), nb::arg("token_ids"),
-             nb::arg("logprobs"), nb::arg("log_sums"), nb::arg("ranks").none());
   module.def("sample", &run_sample);
+  module.def("score_tokens", &run_score);
 }
 
 }  // namespace tokenmill

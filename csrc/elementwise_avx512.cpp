@@ -1,4 +1,4 @@
-// Norms, gates and gathers with AVX-512. A row is worked on by one thread.
+// Norms and gates with AVX-512. A row is worked on by one thread.
 #include "elementwise_kernels.h"
 #include "elementwise_math.h"
 #include "pool.h"
@@ -89,17 +89,6 @@ void gated_activation_avx512(const GateCall& call, Range rows) {
       out.store(row, at, mask, _mm512_mul_ps(apply_gate(call.gate, gate), up));
     }
     out.finish(row);
-  }
-}
-
-void gather_rows_avx512(const GatherCall& call, Range rows) {
-  for (int row = rows.begin; row < rows.end; ++row) {
-    const std::int64_t from = call.ids[row] * call.table.stride;
-    for (int at = 0; at < call.size; at += 16) {
-      const __mmask16 mask = first_lanes(call.size - at);
-      store_values(call.out.data, call.out.is_bf16, row * call.out.stride + at, mask,
-                   load_values(call.table.data, call.table.is_bf16, from + at, mask));
-    }
   }
 }
 

@@ -12,12 +12,10 @@ from torch.nn import functional
 from tokenmill import _native
 from tokenmill.kernels.fused import (
     add_rms_norm,
-    argmax,
-    chosen_logprobs,
     empty_quantized,
     gated_activation,
-    gather_rows,
     sample,
+    score_tokens,
 )
 from tokenmill.kernels.gemm import quantize_rows
 from tokenmill.sampling.choosers import TorchChooser
@@ -114,49 +112,42 @@ def test_quantised_outputs_are_the_quantised_values(n: int, size: int) -> None:
         assert torch.equal(codes.scales, quantize_rows(values).scales)
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gather_rows(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    table = torch.randn(50, 77).to(dtype)
-    for n in (0, 1, 200):
-        ids = torch.randint(0, 50, (n,), dtype=torch.int32)
-        out = torch.empty(n, 77, dtype=out_dtype)
-        gather_rows(table, ids, out)
-        assert torch.equal(out, table[ids.long()].to(out_dtype))
-    with pytest.raises(ValueError, match="ids"):
-        gather_rows(table, torch.tensor([50], dtype=torch.int32), torch.empty(1, 77))
-
-
-@pytest.mark.parametrize("vocab_size", [1, 15, 1000, 49152, 20011])
-def test_argmax(vocab_size: int) -> None:
-    logits = torch.randn(7, vocab_size).mul(3).round()  # many ties
-    logits[1] = -torch.inf
-    logits[2, vocab_size // 2] = torch.inf
-    logits[3, -1] = torch.nan
-    logits[4, 0] = torch.nan
-    ids, best = argmax(logits)
-    expected = logits.max(-1)
-    torch.testing.assert_close(best, expected.values, equal_nan=True, rtol=0, atol=0)
-    assert torch.equal(ids[[0, 1, 2, 5, 6]], expected.indices[[0, 1, 2, 5, 6]])
-
-
 @pytest.mark.parametrize("vocab_size", [1, 17, 49152, 20011])
-def test_chosen_logprobs(vocab_size: int) -> None:
+def test_scores(vocab_size: int) -> None:
     logits = 5 * torch.randn(6, vocab_size)
     logits[1] += 1000
     logits[2, 1:] = -torch.inf
     logits[3] -= 1000
-    ids = torch.randint(0, vocab_size, (6, 4))
-    ids[2] = 0
-    logprobs, ranks, log_sums = chosen_logprobs(logits, ids)
-    expected = logits.double().log_softmax(-1).gather(-1, ids)
-    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(
-        log_sums.double(), logits.double().logsumexp(-1), rtol=1e-6, atol=1e-6
-    )
-    chosen = logits.gather(-1, ids)
-    assert torch.equal(ranks, (logits[:, None] >= chosen[..., None]).sum(-1).int())
-    same_bits_by_row(lambda rows: chosen_logprobs(logits[rows], ids[rows])[0], 6, logprobs)
+    logits[4] = 0.125 * logits[4].round()  # many ties
+    chosen = torch.randint(0, vocab_size, (6,)).numpy()
+    chosen[2] = 0
+    num_best = np.minimum([0, 3, 1, vocab_size, 20, 5], vocab_size)
+    scores = score_tokens(logits, chosen, num_best)
+    exact = logits.double().log_softmax(-1).numpy()
+    assert scores.is_finite.all()
+    for row, n in enumerate(num_best):
+        order = np.argsort(-logits[row].numpy(), kind="stable")[:n]
+        token_ids = scores.token_ids[row, : n + 1]
+        np.testing.assert_array_equal(token_ids, [chosen[row], *order])
+        np.testing.assert_allclose(
+            scores.logprobs[row, : n + 1], exact[row, token_ids], rtol=1e-6, atol=1e-6
+        )
+    logit = logits.gather(-1, torch.from_numpy(chosen)[:, None])
+    assert (scores.ranks == (logits >= logit).sum(-1).numpy()).all()
+
+    def compute(rows: slice) -> torch.Tensor:
+        return torch.from_numpy(score_tokens(logits[rows], chosen[rows], num_best[rows]).logprobs)
+
+    alone = np.zeros(6, np.int64)
+    num_best = alone
+    same_bits_by_row(compute, 6, compute(slice(None)))
+
+
+def test_scores_of_what_is_not_there_are_refused() -> None:
+    logits, one = torch.randn(1, 9), np.ones(1, np.int64)
+    for chosen, num_best in ((9 * one, one), (-one, one), (one, 10 * one), (one, -one)):
+        with pytest.raises(ValueError, match=r"chosen|num_best"):
+            score_tokens(logits, chosen, num_best)
 
 
 def random_columns(generator: np.random.Generator, n: int, vocab_size: int) -> RandomColumns:
@@ -216,6 +207,44 @@ def test_samples_are_those_of_the_torch_sampler(vocab_size: int, seed: int) -> N
         for row in range(n):
             alone, _ = draw(logits, columns, is_greedy, slice(row, row + 1))
             assert alone[0] == ids[row]
+
+
+@pytest.mark.parametrize("kind", ["equal", "flat", "two values", "steps", "one mass"])
+@pytest.mark.parametrize("vocab_size", [1, 64, 49152])
+def test_filters_of_many_like_logits(vocab_size: int, kind: str) -> None:
+    """As many tokens are kept as the torch sampler keeps, of equal ones those with small ids."""
+    generator = np.random.default_rng(0)
+    row = {
+        "equal": np.zeros(vocab_size),
+        "flat": generator.normal(0, 0.01, vocab_size),
+        "two values": np.where(np.arange(vocab_size) % 3 == 0, 1.0, 0.0),
+        "steps": np.arange(vocab_size) // 7 * -0.05,
+        "one mass": np.where(np.arange(vocab_size) == vocab_size // 2, 12.0, 0.0),
+    }[kind]
+    n = 100
+    logits = torch.from_numpy(row).float().repeat(n, 1)
+    few = min(40, vocab_size)
+    for top_k, top_p in ((0, 0.5), (0, 0.999), (0, 1e-9), (vocab_size // 2, 1.0), (few, 0.25)):
+        columns = RandomColumns(
+            temperature=np.full(n, 0.7, np.float32),
+            top_k=np.full(n, top_k),
+            top_p=np.full(n, top_p),
+            min_p=np.zeros(n, np.float32),
+            seed=generator.integers(0, 2**64, n, dtype=np.uint64),
+            position=np.zeros(n, np.int64),
+        )
+        greedy = np.zeros(n, np.bool_)
+        ids, _ = draw(logits, columns, greedy)
+        expected, _ = TorchChooser().choose(
+            logits.clone(),
+            SamplingMetadata(
+                is_greedy=greedy,
+                random=columns,
+                wants_logprobs=greedy,
+                num_logprobs=np.zeros(n, np.int64),
+            ),
+        )
+        np.testing.assert_array_equal(ids, expected)
 
 
 def test_rows_without_a_best_token_are_invalid() -> None:

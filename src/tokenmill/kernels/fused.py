@@ -2,10 +2,8 @@
 
     add_rms_norm       residual += x; RMSNorm of it    torch reference: norm.py
     gated_activation   silu(gate) * up, gelu likewise  activation.py
-    gather_rows        rows of a table                 table[ids]
-    argmax             greedy tokens                   logits.max(-1)
-    chosen_logprobs    log-softmax of a few entries    sampling/logprobs.py
-    sample             tokens drawn from logits        sampling/sampler.py
+    sample             tokens chosen from logits       sampling/choosers.py
+    score_tokens       their log-probabilities         sampling/logprobs.py
 
 The first two can quantise their rows on the way out, as `gemm.quantize_rows` would. A row's result
 has the same bits whatever the other rows are, and with any number of threads.
@@ -13,6 +11,7 @@ has the same bits whatever the other rows are, and with any number of threads.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -23,6 +22,21 @@ from tokenmill.kernels import arena, native
 from tokenmill.kernels.gemm import QuantizedRows
 
 Gate = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Log-probabilities of some tokens of each of N rows of logits."""
+
+    token_ids: npt.NDArray[np.int64]
+    """[N, 1 + largest num_best]: the chosen one, then the best in falling order, those with equal
+    logits by their ids. What follows a row's `num_best` is arbitrary, also of `logprobs`."""
+    logprobs: npt.NDArray[np.float32]
+    """The same shape; NaN where the row is not finite."""
+    ranks: npt.NDArray[np.int32]
+    """[N], how many logits are at least as large as the chosen one."""
+    is_finite: npt.NDArray[np.bool_]
+    """[N], whether the best logit is finite."""
 
 
 def empty_quantized(num_rows: int, num_columns: int) -> QuantizedRows:
@@ -57,37 +71,6 @@ def gated_activation(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor | Quan
     native.module().gated_activation(gate_up, gate, _target(out))
 
 
-def gather_rows(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy rows ids (int32 [N]) of table to out [N, size]; each is bfloat16 or float32."""
-    native.module().gather_rows(table, ids, out)
-
-
-def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int64 ids, float32 values) of the largest of each row of float32 logits [N, vocab_size].
-
-    Of equal ones it is the smallest id. The value is NaN, and the id arbitrary, if the row has one.
-    """
-    token_ids = torch.empty(len(logits), dtype=torch.int64)
-    best = torch.empty(len(logits))
-    native.module().argmax(logits, token_ids, best)
-    return token_ids, best
-
-
-def chosen_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities of some entries of float32 logits [N, vocab_size].
-
-    token_ids is int64 [N, num_chosen]. Returns float32 log-probabilities and int32 ranks of that
-    shape, and float32 log(sum(exp(row))) [N]. A rank counts the entries that are at least as large.
-    """
-    logprobs = torch.empty(token_ids.shape)
-    ranks = torch.empty(token_ids.shape, dtype=torch.int32)
-    log_sums = torch.empty(len(logits))
-    native.module().chosen_logprobs(logits, token_ids, logprobs, log_sums, ranks)
-    return logprobs, ranks, log_sums
-
-
 def sample(
     logits: torch.Tensor,
     *,
@@ -110,6 +93,33 @@ def sample(
         logits, is_greedy, temperature, min_p, top_k, top_p, seed, position, token_ids, is_valid
     )
     return token_ids, is_valid
+
+
+def score_tokens(
+    logits: torch.Tensor, chosen: npt.NDArray[np.int64], num_best: npt.NDArray[np.int64]
+) -> TokenScores:
+    """Score chosen[i] and the num_best[i] best tokens of row i of float32 logits [N, vocab_size].
+
+    Both columns are [N]. Raises `ValueError` for ids, or numbers of best tokens, beyond the
+    vocabulary.
+    """
+    shape = len(logits), 1 + int(num_best.max(initial=0))
+    scores = TokenScores(
+        token_ids=np.empty(shape, np.int64),
+        logprobs=np.empty(shape, np.float32),
+        ranks=np.empty(len(logits), np.int32),
+        is_finite=np.empty(len(logits), np.bool_),
+    )
+    native.module().score_tokens(
+        logits,
+        chosen,
+        num_best,
+        scores.token_ids,
+        scores.logprobs,
+        scores.ranks,
+        scores.is_finite,
+    )
+    return scores
 
 
 def _target(out: torch.Tensor | QuantizedRows) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from tokenmill.contracts.request import TokenLogprobs
 from tokenmill.sampling.choosers import TokenChooser, token_chooser
-from tokenmill.sampling.logprobs import raw_logprobs, token_logprobs
+from tokenmill.sampling.logprobs import TokenScorer, token_scorer
 from tokenmill.sampling.metadata import IntArray, SamplingMetadata
 from tokenmill.sampling.transforms import LogitsEdit, MinTokens
 
@@ -86,9 +86,11 @@ class Sampler:
         self,
         edits: Sequence[LogitsEdit] = (MinTokens(),),
         chooser: TokenChooser | None = None,
+        scorer: TokenScorer | None = None,
     ) -> None:
         self._edits = edits
         self._chooser = chooser or token_chooser()
+        self._scorer = scorer or token_scorer()
 
     def warm_up(self) -> None:
         """It is ready."""
@@ -97,22 +99,18 @@ class Sampler:
         """Sample one token from each row of float32 logits [n, vocab_size], which are edited."""
         metadata.grammar.apply(logits)
         asked = np.flatnonzero(metadata.wants_logprobs)
-        logprobs = raw_logprobs(logits[torch.from_numpy(asked)]) if asked.size else ()
+        raw = logits[torch.from_numpy(asked)] if asked.size else None
         for edit in self._edits:
             edit.apply(logits, metadata)
         token_ids, is_valid = self._chooser.choose(logits, metadata)
-        return SamplerOutput(
-            token_ids=token_ids,
-            is_valid=is_valid,
-            logprobs={
-                row: token_logprobs(values, int(token_ids[row]), int(metadata.num_logprobs[row]))
-                for row, values in zip(asked.tolist(), logprobs, strict=True)
-            },
-        )
+        logprobs: dict[int, TokenLogprobs] = {}
+        if raw is not None:
+            entries, _ = self.score(raw, token_ids[asked], metadata.num_logprobs[asked])
+            logprobs = dict(zip(asked.tolist(), entries, strict=True))
+        return SamplerOutput(token_ids, is_valid, logprobs)
 
     def score(
         self, logits: torch.Tensor, token_ids: IntArray, num_best: IntArray
     ) -> tuple[list[TokenLogprobs], list[bool]]:
         """Raw log-probabilities of given tokens, one a row, and whether each row is finite."""
-        asked = zip(raw_logprobs(logits), token_ids.tolist(), num_best.tolist(), strict=True)
-        return [token_logprobs(*row) for row in asked], logits.amax(-1).isfinite().tolist()
+        return self._scorer.score(logits, token_ids, num_best)

@@ -253,7 +253,7 @@ def _elementwise(sizes: ModelParameters, m: int) -> Iterator[Case]:
 
 def _choosers(vocab_size: int, m: int) -> Iterator[Case]:
     logits = 4 * torch.randn(m, vocab_size)
-    chosen = torch.randint(0, vocab_size, (m, 1))
+    chosen = np.random.default_rng(0).integers(0, vocab_size, m)
     columns: dict[str, npt.NDArray[Any]] = {
         "is_greedy": np.zeros(m, np.bool_),
         "temperature": np.full(m, 0.8, np.float32),
@@ -264,9 +264,12 @@ def _choosers(vocab_size: int, m: int) -> Iterator[Case]:
         "position": np.arange(m, dtype=np.int64),
     }
     calls: dict[str, Call] = {
-        "greedy token": lambda: fused.argmax(logits),
+        "greedy token": lambda: fused.sample(
+            logits, **columns | {"is_greedy": np.ones(m, np.bool_)}
+        ),
         "top-k, top-p token": lambda: fused.sample(logits, **columns),
-        "log-probability": lambda: fused.chosen_logprobs(logits, chosen),
+        "top-p token": lambda: fused.sample(logits, **columns | {"top_k": np.zeros(m, np.int64)}),
+        "log-probability": lambda: fused.score_tokens(logits, chosen, np.zeros(m, np.int64)),
     }
     for name, call in calls.items():
         yield _by_bytes(name, f"{vocab_size} logits", m, 4 * m * vocab_size, call)
