@@ -115,7 +115,7 @@ def test_recording_leaves_no_trace_and_knows_what_was_computed(model):
         ):
             assert vars(part).keys() == names.keys()
         assert type(parts.core.journal).__name__ == "NoJournal"
-        assert type(native.module().argmax).__name__ != "function"
+        assert type(native.module().sample).__name__ != "function"
         assert not hasattr(native.module().Program.replay, "__wrapped__")
 
 
