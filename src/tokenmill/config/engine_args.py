@@ -83,6 +83,9 @@ class EngineArgs:
     """Values that replace those of the model's generation_config.json, key by key."""
     chat_template: str | None = None
     """A Jinja template, or the path of one, in place of the model's."""
+    reasoning_parser: str = "auto"
+    """How the model marks its reasoning: auto (recognised by its tokens and chat template), none,
+    or a family such as qwen3 or deepseek_r1 (see docs/tools.md)."""
     skip_tokenizer_init: bool = False
     """Work with token ids only; text goes neither in nor out."""
 

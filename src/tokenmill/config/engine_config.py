@@ -107,4 +107,6 @@ class EngineConfig:
     """-1 is no limit."""
     seed: int
     ledger: MemoryLedger
+    reasoning_parser: str = "auto"
+    """`auto`, `none` or the name of a family; `tokenizer.reasoning` makes marks of it."""
     reasons: tuple[Reason, ...] = ()

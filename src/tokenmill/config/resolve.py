@@ -36,6 +36,7 @@ from tokenmill.config.machine import Machine
 from tokenmill.config.memory import StepShape, Weights, empty_ledger, kv_bytes_per_token
 from tokenmill.config.parameters import ModelParameters, at_least, read_parameters
 from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.tokenizer.reasoning import check_reasoning_parser
 
 T = TypeVar("T", int, str)
 
@@ -119,6 +120,7 @@ def resolve(
         max_logprobs=at_least("max_logprobs", args.max_logprobs, -1),
         seed=args.seed,
         ledger=pool.ledger,
+        reasoning_parser=check_reasoning_parser(args.reasoning_parser),
         reasons=tuple(choices.reasons),
     )
 
