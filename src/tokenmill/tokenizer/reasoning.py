@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 NONE = "none"
-_MAX_BLANKS = 2
+MAX_BLANKS = 2
 """Tokens that a template writes behind its own mark at the end of a prompt: blank lines. A mark
 before those is an older turn's."""
 
@@ -33,8 +33,16 @@ class ReasoningFormat:
     end: str = "</think>"
     assumed_open: bool = False
     """An answer begins within the reasoning, even if neither it nor its prompt has the start."""
+    is_harmony: bool = False
+    """An answer is a sequence of messages, and its reasoning some of them."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Texts that a parser must get to see, though they may be special tokens."""
+        return _HARMONY_TOKENS if self.is_harmony else (self.start, self.end)
 
 
+_HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _THINK = ReasoningFormat()
 _OPEN_THINK = ReasoningFormat(assumed_open=True)
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
@@ -51,7 +59,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "nemotron_v3": _THINK,
     "olmo3": _THINK,
     "openai_gptoss": ReasoningFormat(
-        "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+        "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", is_harmony=True
     ),
     "qwen3": _THINK,
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
@@ -78,7 +86,7 @@ class ReasoningMarkers(msgspec.Struct, frozen=True, array_like=True):
         that there will be none. None: the prompt leaves it to the model, which may open it with its
         first tokens; `assumed_open` models have done so already.
         """
-        for num_blanks in range(_MAX_BLANKS + 1):
+        for num_blanks in range(MAX_BLANKS + 1):
             if _ends_with(prompt_token_ids, self.start_ids, num_blanks):
                 return True
             if _ends_with(prompt_token_ids, self.end_ids, num_blanks):

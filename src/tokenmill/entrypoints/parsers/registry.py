@@ -1,0 +1,147 @@
+"""Tool parsers by the names that `--tool-call-parser` takes, and which one a model needs."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenmill.entrypoints.parsers import deepseek, harmony
+from tokenmill.entrypoints.parsers.deepseek import DeepSeekCallParser
+from tokenmill.entrypoints.parsers.events import EventSink
+from tokenmill.entrypoints.parsers.harmony import HarmonyParser
+from tokenmill.entrypoints.parsers.json_calls import JsonCallParser, JsonStyle, MistralCallParser
+from tokenmill.entrypoints.parsers.pythonic import PythonicCallParser
+from tokenmill.entrypoints.parsers.reader import Steps, TextReader
+from tokenmill.errors import ConfigError, did_you_mean, shown
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+class Parser(Protocol):
+    """Reads one answer and tells its sink what it finds."""
+
+    def read(self, reader: TextReader) -> Steps[None]:
+        """The whole answer; it yields where it has to wait for more."""
+        ...
+
+
+MakeParser = Callable[[EventSink, Set[str]], Parser]
+"""Takes the names of the request's tools as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes its calls."""
+
+    make: MakeParser
+    marks: tuple[str, ...]
+    """Texts that stand for the family, some of them special tokens of its models: those must not
+    be left out of the text."""
+    short_ids: bool = False
+    """Ids of calls have nine letters and digits, as the family's templates want them."""
+
+    def new_call_id(self) -> str:
+        """A name for a call; no other call has it."""
+        if self.short_ids:
+            return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def _json(style: JsonStyle) -> MakeParser:
+    return lambda sink, names: JsonCallParser(sink, style, names)
+
+
+HERMES = JsonStyle("<tool_call>", "</tool_call>")
+LLAMA = JsonStyle("<|python_tag|>", bare=True)
+MISTRAL = JsonStyle("[TOOL_CALLS]")
+GRANITE = JsonStyle("<|tool_call|>")
+JAMBA = JsonStyle("<tool_calls>", "</tool_calls>")
+PHI = JsonStyle("functools")
+INTERNLM = JsonStyle("<|action_start|><|plugin|>", "<|action_end|>")
+_DEEPSEEK = ToolFormat(
+    lambda sink, names: DeepSeekCallParser(sink),
+    (
+        deepseek.CALLS_BEGIN,
+        deepseek.CALLS_END,
+        deepseek.CALL_BEGIN,
+        deepseek.CALL_END,
+        deepseek.SEPARATOR,
+    ),
+)
+_PYTHONIC = ToolFormat(
+    lambda sink, names: PythonicCallParser(sink, names), ("<|python_start|>", "<|python_end|>")
+)
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "granite": ToolFormat(_json(GRANITE), ("<|tool_call|>",)),
+    "hermes": ToolFormat(_json(HERMES), ("<tool_call>", "</tool_call>")),
+    "internlm": ToolFormat(_json(INTERNLM), ("<|action_start|>", "<|plugin|>", "<|action_end|>")),
+    "jamba": ToolFormat(_json(JAMBA), ("<tool_calls>", "</tool_calls>")),
+    "llama3_json": ToolFormat(_json(LLAMA), ("<|python_tag|>",)),
+    "llama4_json": ToolFormat(_json(LLAMA), ("<|python_tag|>",)),
+    "llama4_pythonic": _PYTHONIC,
+    "mistral": ToolFormat(
+        lambda sink, names: MistralCallParser(sink, MISTRAL, names),
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        short_ids=True,
+    ),
+    "openai": ToolFormat(
+        lambda sink, names: HarmonyParser(sink),
+        (
+            harmony.START,
+            harmony.CHANNEL,
+            harmony.MESSAGE,
+            harmony.END,
+            harmony.CALL,
+            harmony.RETURN,
+            "<|constrain|>",
+        ),
+    ),
+    "phi4_mini_json": ToolFormat(_json(PHI), ("functools",)),
+    "pythonic": _PYTHONIC,
+}
+"""Value of `tool_call_parser` to its format."""
+
+FORCED = "json"
+"""Format of models without one: only for calls that a grammar forces."""
+FORCED_FORMAT = ToolFormat(_json(JsonStyle("<|tool_calls|>", bare=True)), ())
+
+_RECOGNISED: dict[str, tuple[str, ...]] = {
+    "openai": ("<|channel|>", "<|message|>", "to=functions"),
+    "deepseek_v3": (deepseek.CALL_BEGIN, "```json"),
+    "deepseek_v31": (deepseek.CALL_BEGIN,),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama4_pythonic": ("<|python_start|>",),
+    "llama3_json": ("<|python_tag|>", '"parameters"'),
+    "granite": ("<|tool_call|>",),
+    "hermes": ("<tool_call>", '"name"', '"arguments"'),
+}
+"""Families by what their chat templates contain, the more special ones first."""
+_OTHER_FORMATS = ("<function=", "<arg_key>", "<parameter=", "<invoke", "<tool_sep>")
+"""In templates whose calls only look like those of a family above."""
+
+
+def check_tool_parser(name: str) -> str:
+    """The name, if it is one. Raises `ConfigError` for others."""
+    if name not in TOOL_FORMATS:
+        raise ConfigError(
+            f"tool_call_parser={shown(name)} is not one of: {', '.join(TOOL_FORMATS)}."
+            f"{did_you_mean(name, TOOL_FORMATS)}"
+        )
+    return name
+
+
+def recognise_tool_parser(template: str) -> str | None:
+    """The family whose calls a chat template describes; None if it is none, or not certain."""
+    if any(other in template for other in _OTHER_FORMATS):
+        return None
+    flat = template.replace('\\"', '"').replace("'", '"')
+    for name, words in _RECOGNISED.items():
+        if all(word in flat or word in template for word in words):
+            return name
+    return None

@@ -1,0 +1,57 @@
+"""Which family a chat template belongs to."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.chat_templates import CHATML
+from helpers.tiny_text import CHATML as PLAIN
+from tokenmill.entrypoints.parsers.grammar import STYLES
+from tokenmill.entrypoints.parsers.registry import (
+    FORCED,
+    TOOL_FORMATS,
+    check_tool_parser,
+    recognise_tool_parser,
+)
+from tokenmill.errors import ConfigError
+
+HERMES = (
+    '{{- \'<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}'
+    "\\n</tool_call><|im_end|>' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (HERMES, "hermes"),
+        (
+            """{{ '{"name": "' + name + '", "parameters": ' }}{{ '<|python_tag|>' }}""",
+            "llama3_json",
+        ),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{ '<|python_start|>' }}", "llama4_pythonic"),
+        ("{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + '\\n' + '```json'}}", "deepseek_v3"),
+        ("{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name}}", "deepseek_v31"),
+        ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "openai"),
+        ("{{ '<|tool_call|>' }}", "granite"),
+        # The mark of Hermes around another form.
+        ('<tool_call>\n<function=example>\n<parameter=a> "name" "arguments"', None),
+        ("<tool_call>{function}<arg_key>", None),
+        (CHATML, None),
+        (PLAIN, None),
+        ("", None),
+    ],
+)
+def test_recognised_by_what_nothing_else_has(template, name):
+    assert recognise_tool_parser(template) == name
+
+
+def test_every_family_has_a_grammar():
+    assert set(STYLES) == {*TOOL_FORMATS, FORCED}
+
+
+def test_a_wrong_name_is_refused_with_the_nearest_one():
+    assert check_tool_parser("hermes") == "hermes"
+    with pytest.raises(ConfigError, match="Did you mean 'llama3_json'"):
+        check_tool_parser("llama3-json")
