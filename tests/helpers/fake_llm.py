@@ -58,6 +58,7 @@ class FakeRequest:
 
 class FakeEngine:
     summary = "fake: capitals, 1 thread"
+    tokenizer = None
 
     def __init__(self, interrupt_at):
         self.requests = {}
@@ -95,6 +96,8 @@ class FakeLLM:
     """Keeps what it was asked: `engine_args`, `conversations`, and `llm_engine.params`."""
 
     def __init__(self, interrupt_at=None, **engine_args):
+        given = engine_args.get("reasoning_parser", "auto")
+        self.reasoning_parser = None if given == "auto" else given
         on_progress = engine_args.pop("on_progress")
         for done in (0, 1_500_000, 3_000_000):
             on_progress("load", done, 3_000_000)

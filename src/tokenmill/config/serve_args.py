@@ -13,6 +13,8 @@ from tokenmill.config.argument_types import of_type
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
 LOG_FORMATS = ("text", "json")
+REASONING_FIELDS = ("both", "reasoning_content", "reasoning")
+NO_PARSER = "none"
 _AT_LEAST = {
     "port": 0,
     "max_body_bytes": 1024,
@@ -26,6 +28,7 @@ _AT_LEAST = {
     "log_stats_interval": 0.0,
 }
 """Smallest value of a number."""
+_CHOICES = {"log_format": LOG_FORMATS, "reasoning_field": REASONING_FIELDS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,15 @@ class ServeArgs:
     """Seconds that requests may take to finish after SIGTERM; a second signal ends them at once."""
     stream_keep_alive: float = 15.0
     """Seconds without news after which a stream gets a comment line, so that proxies keep it."""
+    tool_call_parser: str | None = None
+    """How the model writes calls of tools: a family such as hermes or mistral (see docs/tools.md),
+    or none. Recognised by the chat template unless given."""
+    enable_auto_tool_choice: bool | None = None
+    """Let models choose whether to call a tool. On unless nobody knows how the model writes
+    calls."""
+    reasoning_field: str = "both"
+    """Name under which messages have the model's reasoning: reasoning_content, reasoning, or
+    both."""
     trust_request_chat_template: bool = False
     """Take `chat_template` from requests."""
     enable_prompt_tokens_details: bool = False
@@ -95,11 +107,13 @@ class ServeArgs:
                 raise ConfigError(f"{name}={shown(value)} must be at least {least:g}.")
         if self.port > 65_535:
             raise ConfigError(f"port={self.port} must be at most 65535.")
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(
-                f"log_format={shown(self.log_format)} must be one of: {', '.join(LOG_FORMATS)}."
-                f"{did_you_mean(self.log_format, LOG_FORMATS)}"
-            )
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(
+                    f"{name}={shown(value)} must be one of: {', '.join(choices)}."
+                    f"{did_you_mean(value, choices)}"
+                )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither.")
         for name in ("served_model_name", "api_key"):

@@ -19,6 +19,7 @@ from tokenmill.entrypoints.progress import request_progress
 from tokenmill.errors import InvalidRequestError, refuse_unknown
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
+from tokenmill.tokenizer.reasoning import resolve_reasoning_parser
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}` as in the OpenAI protocol."""
@@ -49,6 +50,10 @@ class LLM:
         args = EngineArgs(model=model, **engine_args)
         self._chat_template = read_template(args.chat_template)
         self.llm_engine = LLMEngine.from_args(args, on_progress)
+        self.reasoning_parser = resolve_reasoning_parser(
+            args.reasoning_parser, self.llm_engine.tokenizer
+        )
+        """How the model marks its reasoning, by the name of its family; None for no reasoning."""
         self._request_ids = itertools.count()
         self._turn = threading.Lock()
 

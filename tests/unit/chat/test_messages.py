@@ -82,8 +82,33 @@ def test_parts_of_text_are_joined_by_line_breaks():
 
 
 def test_further_keys_reach_the_template():
-    message = {"role": "assistant", "content": "x", "reasoning_content": "y", "name": "z"}
+    message = {"role": "assistant", "content": "x", "mood": "y", "name": "z"}
     assert normalise_messages([message], TEMPLATE) == [message]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"reasoning_content": "y"},
+        {"reasoning": "y"},
+        {"reasoning": "y", "reasoning_content": None},
+        {"reasoning": "y", "reasoning_content": "y"},
+    ],
+)
+def test_reasoning_has_all_its_names(given):
+    message = {"role": "assistant", "content": "x", **given}
+    (normal,) = normalise_messages([message], TEMPLATE)
+    names = {"reasoning": "y", "reasoning_content": "y"}
+    assert normal == {"role": "assistant", "content": "x", **names}
+    (harmony,) = normalise_messages([message], ChatTemplate("{{ messages[0].thinking }}"))
+    assert harmony == {**normal, "thinking": "y"}
+
+
+def test_reasoning_is_text():
+    message = {"role": "assistant", "content": "x", "reasoning": ["y"]}
+    with pytest.raises(InvalidRequestError) as caught:
+        normalise_messages([message], TEMPLATE)
+    assert caught.value.parameter == "messages[0].reasoning"
 
 
 def test_b053_developer_is_system_unless_the_template_knows_it():

@@ -87,3 +87,19 @@ def test_a_refused_question_is_reported_and_forgotten():
 def test_a_failure_in_a_pipe_ends_with_an_exit_code():
     assert run_cli("chat", stdin="too long\n").exit_code == 2
     assert run_cli("chat", "boom").exit_code == 1
+
+
+def test_reasoning_is_shown_beside_the_answer_and_remembered_apart():
+    family = ("--reasoning-parser", "mistral")
+    asked = "[THINK]so it is[/THINK]yes no\nc\n"
+    result = run_cli("chat", *family, stdin=asked)
+    assert result.stdout == "YES NO\nC\n"
+    assert "SO IT IS" in result.stderr
+    assert result.llm.conversations[1][1] == {
+        "role": "assistant",
+        "content": "YES NO",
+        "reasoning_content": "SO IT IS",
+    }
+    quiet = run_cli("chat", "-q", *family, stdin=asked)
+    assert quiet.stdout == result.stdout
+    assert quiet.stderr == ""

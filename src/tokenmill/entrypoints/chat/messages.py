@@ -2,7 +2,7 @@
 
 What means the same reads the same afterwards: `content` is always a string (parts of text are
 joined by line breaks; null, missing and empty are `""`), tool arguments are always objects, absent
-tool calls are always absent.
+tool calls are always absent, reasoning has all its names.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING_NAMES = ("reasoning_content", "reasoning")
 _MAX_DEPTH = 64
 
 
@@ -54,6 +55,7 @@ def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]
     if content is None and role != "assistant":
         raise _invalid(f"{where}.content", "is missing; it must be a string or a list of parts")
     normal = {"role": role, "content": _text(content, f"{where}.content"), **normal}
+    normal |= _reasoning(normal, where, template)
     return {**normal, "tool_calls": calls} if calls else normal
 
 
@@ -88,6 +90,20 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(part.get("text"), str):
         raise _invalid(f"{where}.text", "must be a string")
     return str(part["text"])
+
+
+def _reasoning(message: Mapping[str, Any], where: str, template: ChatTemplate) -> dict[str, str]:
+    """What the assistant thought, under every name that clients and templates have for it."""
+    given = [name for name in _REASONING_NAMES if message.get(name) is not None]
+    for name in given:
+        if not isinstance(message[name], str):
+            raise _invalid(f"{where}.{name}", "must be a string")
+    if not given or message["role"] != "assistant":
+        return {}
+    names = [*_REASONING_NAMES]
+    if ".thinking" in template.source:
+        names.append("thinking")
+    return dict.fromkeys(names, message[given[0]])
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from tokenmill.entrypoints.cli.session import (
     run_requests,
     stdin_is_text,
 )
+from tokenmill.entrypoints.cli.shown_answer import ShownAnswer, params_for
 from tokenmill.errors import (
     ContextLengthExceededError,
     GenerationError,
@@ -49,7 +50,9 @@ COMMANDS = {
 QUESTION = Parameter(help="Answer this and exit.")
 SYSTEM = Parameter(alias="-s", help="System message.")
 
-NOT_IN_A_CHAT = {"n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
+NOT_IN_A_CHAT = {
+    "n", "logprobs", "logprob_token_ids", "prompt_logprobs", "truncate_prompt_tokens",
+}  # fmt: skip
 """A conversation has one answer, and nobody reads numbers there."""
 
 if TYPE_CHECKING:  # a class that is made at run time is no type to a checker
@@ -90,6 +93,7 @@ def chat(
         params = llm.get_default_sampling_params().replace(
             **given, output_kind=RequestOutputKind.DELTA
         )
+        params = params_for(llm, params)
         conversation = Conversation(llm, params, console, system=system, quiet=quiet)
         if question is not None:
             conversation.ask(question)
@@ -128,27 +132,23 @@ class Conversation:
         """
         asked = [*self.messages, {"role": "user", "content": question}]
         prompt: Any = self._llm.chat_prompt(asked)
-        pieces: list[str] = []
+        answer = ShownAnswer(self._llm, prompt, None if self._quiet else self._console)
         tally = Tally()
         try:
-            self._stream(prompt, pieces, tally)
+            self._stream(prompt, answer, tally)
         finally:
-            if pieces:
-                sys.stdout.write("\n")
-                sys.stdout.flush()
-            if pieces and not self._quiet:
+            answer.end()
+            if answer.has_begun and not self._quiet:
                 self._console.print(tally.line(), style="dim")
-            if pieces and "error" not in tally.finish_reasons:
-                self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+            if answer.has_begun and "error" not in tally.finish_reasons:
+                self.messages = [*asked, answer.message]
 
-    def _stream(self, prompt: Any, pieces: list[str], tally: Tally) -> None:
+    def _stream(self, prompt: Any, answer: ShownAnswer, tally: Tally) -> None:
         for output in run_requests(self._llm, {"chat": prompt}, self._params, tally):
             (sequence,) = output.outputs
             if sequence.finish_reason == "error":
                 raise GenerationError(f"The answer failed: {sequence.error}")
-            pieces.append(sequence.text)
-            sys.stdout.write(sequence.text)
-            sys.stdout.flush()
+            answer.show(sequence.text)
 
 
 def _converse(conversation: Conversation, console: Console) -> None:

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 
 from msgspec import UNSET
 
-from tokenmill.entrypoints.http.replies import PromptTokensDetails, Timings, Usage
+from tokenmill.entrypoints.http.replies import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Timings,
+    Usage,
+)
+from tokenmill.entrypoints.parsers.reasoning import ReasoningCounter
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
+from tokenmill.tokenizer.reasoning import ReasoningMarkers
 
 
 class Progress:
@@ -26,6 +33,7 @@ class Progress:
         "num_prompt_tokens",
         "params",
         "previous_token_time",
+        "reasoning",
     )
 
     def __init__(self, params: SamplingParams, *, hides_output: bool = False) -> None:
@@ -44,6 +52,8 @@ class Progress:
         """`last_token_time` before the latest output."""
         self.finish_reasons: list[str] = []
         """Of the sequences that have finished."""
+        self.reasoning: ReasoningTally | None = None
+        """Counts tokens of reasoning, if somebody wants to know."""
 
     def update(self, output: RequestOutput) -> int:
         """Take in a delta, or the one final output; how many tokens it brings."""
@@ -51,6 +61,8 @@ class Progress:
         num_new = 0
         for sequence in output.outputs:
             num_new += len(sequence.token_ids)
+            if self.reasoning is not None:
+                self.reasoning.update(sequence.index, sequence.token_ids)
             if sequence.finish_reason is not None:
                 self.finish_reasons.append(sequence.finish_reason)
         self.num_output_tokens += num_new
@@ -64,16 +76,43 @@ class Progress:
         return num_new
 
 
+class ReasoningTally:
+    """Tokens of reasoning in all sequences of a prompt."""
+
+    def __init__(self, markers: ReasoningMarkers, is_open: bool | None) -> None:
+        """`is_open`: whether answers begin within the reasoning; None if they decide that."""
+        self._markers = markers
+        self._is_open = is_open
+        self._counters: dict[int, ReasoningCounter] = {}
+
+    def update(self, index: int, token_ids: Sequence[int]) -> None:
+        """Take in the next tokens of sequence `index`."""
+        counter = self._counters.get(index)
+        if counter is None:
+            counter = ReasoningCounter(self._markers, self._is_open)
+            self._counters[index] = counter
+        counter.update(token_ids)
+
+    @property
+    def count(self) -> int:
+        """So far."""
+        return sum(counter.count for counter in self._counters.values())
+
+
 def usage_of(parts: Sequence[Progress], *, details: bool) -> Usage:
     """Counts over all prompts of a request; `details` adds the cached ones."""
     num_prompt = sum(part.num_prompt_tokens for part in parts)
     num_output = sum(0 if part.hides_output else part.num_output_tokens for part in parts)
     num_cached = sum(part.num_cached_tokens for part in parts)
+    tallies = [part.reasoning for part in parts if part.reasoning is not None]
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_output,
         total_tokens=num_prompt + num_output,
         prompt_tokens_details=PromptTokensDetails(num_cached) if details else UNSET,
+        completion_tokens_details=CompletionTokensDetails(sum(tally.count for tally in tallies))
+        if tallies
+        else UNSET,
     )
 
 

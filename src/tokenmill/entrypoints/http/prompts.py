@@ -121,7 +121,7 @@ async def chat_prompt(
             chat_template=template,
             add_generation_prompt=not continued if generation_prompt is None else generation_prompt,
             continue_final_message=continued,
-            tools=fields.tools,
+            tools=fields.tools or None,
             chat_template_kwargs=variables,
         )
         if fields.add_special_tokens:

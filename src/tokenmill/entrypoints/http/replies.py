@@ -16,6 +16,11 @@ class PromptTokensDetails(Struct):
     """Prompt tokens that came from the prefix cache."""
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+    """Tokens between the marks of the reasoning."""
+
+
 class Usage(Struct, kw_only=True):
     """Token counts; a prompt counts once, whatever its `n`."""
 
@@ -23,6 +28,7 @@ class Usage(Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class Timings(Struct, kw_only=True):
@@ -95,10 +101,27 @@ class ChatLogprobs(Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionCall(Struct, kw_only=True):
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
 class ChatMessage(Struct, kw_only=True):
     role: str
-    content: str
+    content: str | None
+    """Null where there is only reasoning, or calls."""
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same, by its other name."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):

@@ -17,6 +17,7 @@ from tokenmill.config.serve_args import ServeArgs
 from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.entrypoints.chat.templates import read_template
 from tokenmill.entrypoints.http.admission import Admission
+from tokenmill.entrypoints.http.answer_settings import AnswerSettings, answer_settings
 from tokenmill.entrypoints.http.auth import ApiKeys, api_keys
 from tokenmill.entrypoints.http.engine import Engine
 from tokenmill.entrypoints.http.errors import UnavailableError
@@ -43,6 +44,7 @@ class ServerState:
     metrics: ServerMetrics
     admission: Admission
     model_names: tuple[str, ...]
+    answers: AnswerSettings
     chat_template: str | None
     """Source, or name of one of the model's; None for the model's default."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -118,6 +120,7 @@ def make_state(
         max_running=config.scheduler.max_num_seqs,
         max_queue=(options or ServeOptions()).max_queue,
     )
+    template = read_template(chat_template)
     return ServerState(
         engine=engine,
         tokenizer=engine.tokenizer,
@@ -126,7 +129,8 @@ def make_state(
         metrics=ServerMetrics(engine, admission, names[0]),
         admission=admission,
         model_names=names,
-        chat_template=read_template(chat_template),
+        answers=answer_settings(args, config.reasoning_parser, engine.tokenizer, template),
+        chat_template=template,
     )
 
 

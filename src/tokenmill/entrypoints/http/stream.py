@@ -136,18 +136,35 @@ class CompletionChunks(Chunks):
 
 
 class ChatChunks(Chunks):
-    """`{"index", "delta": {"content"}, ...}`: first the role, at the end an empty delta."""
+    """`{"index", "delta": {"content"}, ...}`: first the role, at the end an empty delta. Other
+    deltas have reasoning, or a piece of a call.
+    """
 
     before_text = b'"delta":{"content":'
     after_text = b"}"
 
-    def role(self, index: int, prompt_token_ids: Sequence[int]) -> bytes:
-        """The first chunk of a choice."""
-        delta = b'"delta":{"role":"assistant","content":""}'
+    def role(
+        self, index: int, prompt_token_ids: Sequence[int], *, may_lack_content: bool = False
+    ) -> bytes:
+        """The first chunk of a choice; its content is null if there may be none to follow."""
+        content = b"null" if may_lack_content else b'""'
+        delta = b'"delta":{"role":"assistant","content":' + content + b"}"
         tail = self._tail()
         if self._wants_ids:
             tail += b',"prompt_token_ids":' + _encode(prompt_token_ids)
         return self._bare(index, delta, self._finish(None, (), None, None), tail)
+
+    def delta(
+        self,
+        index: int,
+        delta: bytes,
+        *,
+        logprobs: bytes | None = None,
+        token_ids: Sequence[int] = (),
+    ) -> bytes:
+        """A chunk with this delta, which is JSON, as is `logprobs`."""
+        finish = self._finish(logprobs, token_ids, None, None)
+        return self._bare(index, b'"delta":' + delta, finish, self._tail())
 
     def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
         """The last chunk of a choice."""
