@@ -87,7 +87,7 @@ void run_attention(const AttentionShape& shape, AttentionPlan& plan, const ReadT
   check(static_cast<int>(out.shape(0)) >= plan.num_tokens(), "out", "a row for each token");
   check(count_blocks(kv_cache, shape.cache) >= plan.num_blocks(), "kv_cache",
         "as many blocks as the plan was built for");
-  submit(query.shape(0), [call, &plan](int) { attention(call, plan); });
+  submit({"attention"}, query.shape(0), [call, &plan](int) { attention(call, plan); });
 }
 
 void check_write(const KvWrite& call, const Longs& slots, std::int64_t num_blocks) {
@@ -140,7 +140,7 @@ void run_write(const AttentionShape& shape, const ReadTensor& key, const ReadTen
   }
   check_write(call, slots, count_blocks(kv_cache, shape.cache));
   set_rotation(call, positions, cos, sin);
-  submit(call.num_tokens, [call](int num_tokens) mutable {
+  submit({"write_kv"}, call.num_tokens, [call](int num_tokens) mutable {
     call.num_tokens = num_tokens;
     write_kv(call);
   });

@@ -53,7 +53,7 @@ void run_norm(const ReadTensor& x, const FloatMatrix& residual, bool starts_stre
   call.weight = weight.data();
   call.eps = eps;
   call.out = activation_output(out, call.num_rows, call.size);
-  submit(call.num_rows, [call](int num_rows) mutable {
+  submit({"add_rms_norm"}, call.num_rows, [call](int num_rows) mutable {
     call.num_rows = num_rows;
     add_rms_norm(call);
   });
@@ -68,7 +68,7 @@ void run_gate(const ReadTensor& x, const std::string& gate, const Tensor& out) {
   call.x = token_rows(x, "gate_up", 2 * std::int64_t{call.size});
   call.gate = gate == "silu" ? Gate::silu : Gate::gelu_tanh;
   call.out = activation_output(out, call.num_rows, call.size);
-  submit(call.num_rows, [call](int num_rows) mutable {
+  submit({"gated_activation"}, call.num_rows, [call](int num_rows) mutable {
     call.num_rows = num_rows;
     gated_activation(call);
   });

@@ -236,7 +236,8 @@ void bind_products(nb::module_& module) {
     check(is_bf16(x), "x", "bfloat16");
     const OutputRows target = output_rows(out, x.shape(0), weights.n, bias);
     const Bf16Rows rows{static_cast<const bf16*>(x.data()), x.stride(0)};
-    submit(dimension(x.shape(0), "m"), [rows, weights, target](int num_rows) {
+    const CallLabel label{"gemm_bf16", weights.n, weights.k};
+    submit(label, dimension(x.shape(0), "m"), [rows, weights, target](int num_rows) {
       gemm_bf16(rows, num_rows, weights, target);
     });
   }, nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("out"),
@@ -248,7 +249,8 @@ void bind_products(nb::module_& module) {
     check(is_float32(x), "x", "float32");
     const OutputRows target = output_rows(out, x.shape(0), weights.n, bias);
     const Float32Rows rows{static_cast<const float*>(x.data()), x.stride(0)};
-    submit(dimension(x.shape(0), "m"), [rows, weights, target](int num_rows) {
+    const CallLabel label{"gemm_float32", weights.n, weights.k};
+    submit(label, dimension(x.shape(0), "m"), [rows, weights, target](int num_rows) {
       gemm_float32(rows, num_rows, weights, target);
     });
   }, nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("k"), nb::arg("out"),
@@ -264,7 +266,7 @@ void bind_products(nb::module_& module) {
     const int m = dimension(x.shape(0), "m"), k = dimension(x.shape(1), "k");
     const QuantizedRows out = quantized_rows(quantized.data(), quantized.size(), m, k);
     const FloatRows in{x.data(), x.stride(0), is_bf16(x)};
-    submit(m, [in, out](int num_rows) { quantize_rows(in, num_rows, out); });
+    submit({"quantize_rows"}, m, [in, out](int num_rows) { quantize_rows(in, num_rows, out); });
   });
   module.def("gemm_blocks", [](const ReadBytes& quantized, std::int64_t rows,
                                const ReadBytes& packed, const std::string& type, std::int64_t n,
@@ -273,7 +275,10 @@ void bind_products(nb::module_& module) {
     const int m = dimension(rows, "m");
     const QuantizedRows x = quantized_rows(quantized.data(), quantized.size(), m, weights.k);
     const OutputRows target = output_rows(out, m, weights.n, bias);
-    submit(m, [x, weights, target](int num_rows) { gemm_blocks(x, num_rows, weights, target); });
+    const CallLabel label{"gemm_blocks", weights.n, weights.k};
+    submit(label, m, [x, weights, target](int num_rows) {
+      gemm_blocks(x, num_rows, weights, target);
+    });
   }, nb::arg("quantized"), nb::arg("m"), nb::arg("packed"), nb::arg("type"), nb::arg("n"),
      nb::arg("k"), nb::arg("out"), nb::arg("bias").none());
 }

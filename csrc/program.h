@@ -6,12 +6,25 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
 
 namespace tokenmill {
+
+// What a profile calls a kernel: its name and, for products, the weight's columns and depth.
+struct CallLabel {
+  const char* name;
+  int columns = 0, depth = 0;
+};
+
+struct CallTime {
+  int num_calls = 0;
+  double seconds = 0.0;
+};
 
 class Program {
  public:
@@ -27,10 +40,17 @@ class Program {
   void end();
 
   // Throws std::invalid_argument for a call of another number of rows than the program's largest.
-  void append(std::int64_t num_rows, Call call);
+  void append(CallLabel label, std::int64_t num_rows, Call call);
 
   // Makes all calls, for 1 to max_rows rows.
-  void replay(int num_rows) const;
+  void replay(int num_rows);
+
+  // While a program is timed, replays read the clock around each call.
+  void set_timed(bool timed) { timed_ = timed; }
+  bool timed() const { return timed_; }
+
+  // The times since the last question, by label.
+  std::map<std::string, CallTime> take_times();
 
   int num_calls() const { return static_cast<int>(calls_.size()); }
 
@@ -38,15 +58,22 @@ class Program {
   static Program* recording();
 
  private:
+  struct LabelledCall {
+    Call call;
+    CallLabel label;
+    CallTime time;
+  };
+
   int max_rows_;
-  std::vector<Call> calls_;
+  bool timed_ = false;
+  std::vector<LabelledCall> calls_;
 };
 
 // Makes a call of `num_rows` rows, or records it. The interpreter lock is released while it runs.
 template <class F>
-void submit(std::int64_t num_rows, F&& call) {
+void submit(CallLabel label, std::int64_t num_rows, F&& call) {
   if (Program* program = Program::recording()) {
-    program->append(num_rows, std::forward<F>(call));
+    program->append(label, num_rows, std::forward<F>(call));
     return;
   }
   nanobind::gil_scoped_release unlocked;

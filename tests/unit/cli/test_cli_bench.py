@@ -83,6 +83,8 @@ def test_throughput_with_a_profile(model):
         assert f"│ {stage} " in result.stdout
     assert "prompts: a step reads" in result.stdout
     assert "decode: a step reads" in result.stdout
+    for kernel in ("attention", "add_rms_norm", "gated_activation", "write_kv"):
+        assert f"│ {kernel} " in result.stdout
 
 
 def test_kernel_time_is_part_of_the_stages(model):
@@ -95,6 +97,10 @@ def test_kernel_time_is_part_of_the_stages(model):
         for name in ("schedule", "settle", "output"):
             assert by_name[name]["kernel_milliseconds"] == 0
             assert by_name[name]["milliseconds"] > 0
+    for phase, kernels in figures["kernels"].items():
+        assert phase in figures["profile"]
+        assert sum(kernel["share"] for kernel in kernels) == pytest.approx(1)
+        assert {kernel["kernel"].split()[0] for kernel in kernels} >= {"attention", "write_kv"}
 
 
 def test_recording_leaves_no_trace_and_knows_what_was_computed(model):

@@ -12,7 +12,10 @@ from math import prod
 
 from tokenmill.config.memory import Weights
 from tokenmill.layers.attention import Attention
-from tokenmill.models.loader import EMBEDDING, HEAD
+from tokenmill.models.loader import HEAD
+
+EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight")
+"""What families call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,12 @@ def model_cost(
 
     The embedding counts as the head where there is no other.
     """
-    head = HEAD if HEAD in weights.shapes else EMBEDDING
+    embedding = next(name for name in EMBEDDINGS if name in weights.shapes)
+    head = HEAD if HEAD in weights.shapes else embedding
     others = [
         name
         for name, shape in weights.shapes.items()
-        if len(shape) > 1 and name not in (head, EMBEDDING)
+        if len(shape) > 1 and name not in (head, embedding)
     ]
     return ModelCost(
         layer_bytes=_part(weights, others).num_bytes,

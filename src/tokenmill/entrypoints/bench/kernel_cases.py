@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from tokenmill.checkpoint.gguf_types import TENSOR_TYPES
 from tokenmill.config.parameters import ModelParameters
 from tokenmill.kernels import fused, gemm
 from tokenmill.kernels.paged_attention import (
@@ -70,7 +71,7 @@ def matrix_cases(
     }
     for name, (n, k) in shapes.items():
         for weights in formats:
-            if weights in gemm.BLOCK_TYPES and k % gemm.GROUP_SIZE:
+            if k % gemm.BLOCK_VALUES.get(weights, 1):
                 continue  # such a matrix cannot have this format
             num_bytes, product_of = _weights(weights, n, k)
             for m in rows:
@@ -121,8 +122,9 @@ def _weights(weights: str, n: int, k: int) -> tuple[int, Callable[[int], Call]]:
 
 def _block_weights(block_type: str, n: int, k: int) -> tuple[int, Callable[[int], Call]]:
     # Codes and scales are random bytes; below 60, none of them makes an infinite scale.
-    block_bytes = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}[block_type]
-    raw = torch.randint(0, 60, (n * k // gemm.GROUP_SIZE * block_bytes,), dtype=torch.uint8)
+    kind = next(kind for kind in TENSOR_TYPES.values() if kind.name == block_type)
+    num_bytes = n * k // kind.block_size * kind.block_bytes
+    raw = torch.randint(0, 60, (num_bytes,), dtype=torch.uint8)
     first = gemm.PackedBlocks.pack(block_type, raw, n, k)
     num_bytes = first.buffer.nbytes
     others = range(WORKING_SET // num_bytes)

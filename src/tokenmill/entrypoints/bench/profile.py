@@ -27,6 +27,35 @@ class StageReport:
     """The rest."""
 
 
+@dataclass(frozen=True, slots=True)
+class KernelShare:
+    """What one kernel takes of a replayed step, on average over many steps."""
+
+    kernel: str
+    """With the shape of its weight, [columns x depth]."""
+    num_calls: int
+    """Of one step."""
+    milliseconds: float
+    share: float
+    """Of the time in the step's kernels."""
+
+
+def kernels_of(steps: Sequence[StepRecord]) -> list[KernelShare]:
+    """The kernels of the steps that were replayed, the longest first."""
+    steps = [step for step in steps if step.kernels]
+    if not steps:
+        return []
+    seconds = {
+        label: sum(step.kernels[label][1] for step in steps) / len(steps)
+        for label in steps[0].kernels
+    }
+    whole = sum(seconds.values())
+    return [
+        KernelShare(label, steps[0].kernels[label][0], 1e3 * mine, mine / whole)
+        for label, mine in sorted(seconds.items(), key=lambda each: -each[1])
+    ]
+
+
 def profile_of(steps: Sequence[StepRecord]) -> list[StageReport]:
     """The stages, what is between them, the whole step of the core, and output processing.
 

@@ -11,6 +11,7 @@ from tokenmill.entrypoints.bench.cost import RequestWork
 from tokenmill.executor.local import LocalExecutor
 from tokenmill.kernels import native
 from tokenmill.observe.stage_times import StageTime, StageTimes
+from tokenmill.worker.graphs.cpu import RecordedForward
 
 if TYPE_CHECKING:
     from tokenmill.contracts.plan import SchedulerOutput
@@ -81,6 +82,8 @@ class StepRecord:
     """From the plan to the outputs."""
     stages: dict[str, StageTime] = field(default_factory=dict)
     """Empty without a profile."""
+    kernels: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Calls and seconds of the kernels of a replayed step; empty without a profile."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +106,8 @@ class StepRecorder:
         self._engine = llm.llm_engine
         self._parts = EngineParts.of(llm)
         self._profile = profile
+        forward = self._parts.runner._forward_pass
+        self._replayed = forward if profile and isinstance(forward, RecordedForward) else None
         self._times = StageTimes()
         self._num_computed: dict[str, int] = {}
         self._under_way: dict[int, tuple[RequestWork, ...]] = {}
@@ -113,10 +118,14 @@ class StepRecorder:
         self._parts.core.journal = self
         if self._profile:
             watch_stages(self._times, self._parts)
+        if self._replayed is not None:
+            self._replayed.time_kernels(True)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._times.__exit__()
+        if self._replayed is not None:
+            self._replayed.time_kernels(False)
         self._parts.core.journal = self._journal_before
 
     def step(self) -> list[RequestOutput]:
@@ -128,7 +137,13 @@ class StepRecorder:
             plan, work = self._settled
             self._settled = None
             self.steps.append(
-                StepRecord(work, sum(plan.is_sampled), seconds, stages=self._times.take())
+                StepRecord(
+                    work,
+                    sum(plan.is_sampled),
+                    seconds,
+                    stages=self._times.take(),
+                    kernels=self._replayed.take_kernel_times() if self._replayed else {},
+                )
             )
         return outputs
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tokenmill.config.device import keeps_blocks
 from tokenmill.config.memory import Weights
@@ -16,7 +16,7 @@ from tokenmill.engine.build import open_model
 from tokenmill.entrypoints.bench.cost import Cost, ModelCost, model_cost
 from tokenmill.entrypoints.bench.limits import Limits, Peak, limits_of
 from tokenmill.entrypoints.bench.options import LatencyOptions, ThroughputOptions
-from tokenmill.entrypoints.bench.profile import StageReport, profile_of
+from tokenmill.entrypoints.bench.profile import KernelShare, StageReport, kernels_of, profile_of
 from tokenmill.entrypoints.bench.recorder import EngineParts, StepRecord, StepRecorder
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from tokenmill.config.engine_args import EngineArgs
     from tokenmill.config.engine_config import EngineConfig
     from tokenmill.entrypoints.llm import LLM
+
+
+_Report = TypeVar("_Report")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class ServingReport:
     output_tokens_per_second: float
     profile: dict[str, list[StageReport]]
     """By phase; empty if none was asked for."""
+    kernels: dict[str, list[KernelShare]]
+    """Likewise; empty as well where steps are not replayed by the native kernels."""
 
 
 def measure_latency(
@@ -131,7 +136,8 @@ def _measure(
         all_seconds=[run.seconds for run in runs],
         requests_per_second=count / seconds,
         output_tokens_per_second=chosen.num_output_tokens / seconds,
-        profile=_profiles(runs) if profile else {},
+        profile=_by_phase(runs, profile_of) if profile else {},
+        kernels=_by_phase(runs, kernels_of) if profile else {},
     )
 
 
@@ -239,6 +245,9 @@ def _phase_report(
     )
 
 
-def _profiles(runs: Sequence[Run]) -> dict[str, list[StageReport]]:
+def _by_phase(
+    runs: Sequence[Run], report: Callable[[Sequence[StepRecord]], list[_Report]]
+) -> dict[str, list[_Report]]:
     by_phase = phases_of([step for run in runs for step in run.steps])
-    return {phase: profile_of(steps) for phase, steps in by_phase.items()}
+    reports = {phase: report(steps) for phase, steps in by_phase.items()}
+    return {phase: lines for phase, lines in reports.items() if lines}

@@ -10,7 +10,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from tokenmill.entrypoints.bench.kernels import KernelFigure, KernelReport
-    from tokenmill.entrypoints.bench.profile import StageReport
+    from tokenmill.entrypoints.bench.profile import KernelShare, StageReport
     from tokenmill.entrypoints.bench.serving import PhaseReport, ServingReport
     from tokenmill.entrypoints.bench.startup import MemoryReport, StartupReport
 
@@ -28,6 +28,8 @@ def show_serving(console: Console, report: ServingReport) -> None:
         console.print(_limit_line(phase, report), style="dim")
     for name, stages in report.profile.items():
         console.print(_profile_table(name, stages))
+        if name in report.kernels:
+            console.print(_shares_table(name, report.kernels[name]))
 
 
 def _phase_table(phases: Sequence[PhaseReport]) -> Table:
@@ -69,6 +71,16 @@ def _profile_table(phase: str, stages: Sequence[StageReport]) -> Table:
             table.add_section()
         parts = (stage.kernel_milliseconds, stage.host_milliseconds) if knows_kernels else ()
         table.add_row(stage.stage, *(f"{each:.3f}" for each in (stage.milliseconds, *parts)))
+    return table
+
+
+def _shares_table(phase: str, kernels: Sequence[KernelShare]) -> Table:
+    table = _table("kernel", "calls", "ms", "of kernels")
+    table.title = f"kernels of a replayed step with {phase}, means"
+    for each in kernels:
+        table.add_row(
+            each.kernel, str(each.num_calls), f"{each.milliseconds:.3f}", f"{each.share:.0%}"
+        )
     return table
 
 

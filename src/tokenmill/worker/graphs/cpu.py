@@ -74,6 +74,15 @@ class RecordedForward:
         """Memory of the recording's buffers."""
         return self._arena.num_bytes
 
+    def time_kernels(self, timed: bool) -> None:
+        """Whether replays read the clock around each kernel call."""
+        self._program.timed = timed
+
+    def take_kernel_times(self) -> dict[str, tuple[int, float]]:
+        """Calls and seconds of each kernel since the last question, with a weight's shape."""
+        times: dict[str, tuple[int, float]] = self._program.take_times()
+        return times
+
     def padded(self, shape: BatchShape) -> BatchShape:
         """As it is: the number of tokens is a parameter of the recording."""
         return shape
