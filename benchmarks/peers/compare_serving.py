@@ -125,6 +125,7 @@ def load(url: str, sharegpt: Path, concurrency: int, num_prompts: int) -> dict:
     command = [TOKENMILL, "bench", "serve", "--json", "--base-url", url]
     command += ["--sharegpt", str(sharegpt), "--concurrency", str(concurrency)]
     command += ["--num-prompts", str(num_prompts), "--num-warmup", str(min(concurrency, 4))]
+    command += ["--seed", str(concurrency)]  # no prompt of another level: none is in the cache
     done = subprocess.run(command, capture_output=True, text=True)
     if not done.stdout.startswith("{"):
         raise SystemExit(f"bench serve failed: {done.stderr[-2000:]}")
