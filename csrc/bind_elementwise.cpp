@@ -59,6 +59,26 @@ void run_norm(const ReadTensor& x, const FloatMatrix& residual, bool starts_stre
   });
 }
 
+void run_head_norm(const ReadTensor& x, const Column<const float>& weight, float eps,
+                   const Tensor& out) {
+  HeadNormCall call{};
+  call.num_rows = rows_of(x);
+  call.head_size = static_cast<int>(weight.size());
+  const std::int64_t columns = static_cast<std::int64_t>(x.shape(1));
+  check(call.head_size > 0 && columns % call.head_size == 0, "x",
+        "of a multiple of the weight's size in columns");
+  call.num_heads = static_cast<int>(columns / call.head_size);
+  call.x = token_rows(x, "x", columns);
+  call.out = token_rows(out, "out", columns);
+  check(static_cast<int>(out.shape(0)) == call.num_rows, "out", "of as many rows as x");
+  call.weight = weight.data();
+  call.eps = eps;
+  submit(call.num_rows, [call](int num_rows) mutable {
+    call.num_rows = num_rows;
+    head_rms_norm(call);
+  });
+}
+
 void run_gate(const ReadTensor& x, const std::string& gate, const Tensor& out) {
   GateCall call{};
   call.num_rows = rows_of(x);
@@ -149,6 +169,7 @@ void run_sample(const LogitsMatrix& logits, const Column<const bool>& is_greedy,
 
 void bind_elementwise(nb::module_& module) {
   module.def("add_rms_norm", &run_norm);
+  module.def("head_rms_norm", &run_head_norm);
   module.def("gated_activation", &run_gate);
   module.def("sample", &run_sample);
   module.def("score_tokens", &run_score);

@@ -43,6 +43,17 @@ class RowOutput {
   float* scratch_;
 };
 
+float sum_of(const __m512 (&sums)[4]) {
+  return _mm512_reduce_add_ps(
+      _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
+}
+
+// What values with that sum of squares are multiplied by.
+__m512 norm_factor(float sum_of_squares, int size, float eps) {
+  const float mean = sum_of_squares / static_cast<float>(size);
+  return _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + eps));
+}
+
 // Adds x to the residual of a row; returns the sum of squares, in four sums of 16 lanes.
 float add_residual(const NormCall& call, int row, float* residual) {
   __m512 sums[4];
@@ -57,8 +68,18 @@ float add_residual(const NormCall& call, int row, float* residual) {
     __m512& sum = sums[at / 16 % 4];
     sum = _mm512_fmadd_ps(value, value, sum);
   }
-  return _mm512_reduce_add_ps(
-      _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
+  return sum_of(sums);
+}
+
+float sum_of_squares(const TokenRows& x, std::int64_t begin, int size) {
+  __m512 sums[4];
+  for (__m512& sum : sums) sum = _mm512_setzero_ps();
+  for (int at = 0; at < size; at += 16) {
+    const __m512 value = load_values(x.data, x.is_bf16, begin + at, first_lanes(size - at));
+    __m512& sum = sums[at / 16 % 4];
+    sum = _mm512_fmadd_ps(value, value, sum);
+  }
+  return sum_of(sums);
 }
 
 }  // namespace
@@ -67,14 +88,31 @@ void add_rms_norm_avx512(const NormCall& call, Range rows) {
   const RowOutput out(call.out, call.size);
   for (int row = rows.begin; row < rows.end; ++row) {
     float* residual = call.residual + row * call.residual_stride;
-    const float mean = add_residual(call, row, residual) / static_cast<float>(call.size);
-    const __m512 factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + call.eps));
+    const __m512 factor = norm_factor(add_residual(call, row, residual), call.size, call.eps);
     for (int at = 0; at < call.size; at += 16) {
       const __mmask16 mask = first_lanes(call.size - at);
       const __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, residual + at), factor);
       out.store(row, at, mask, _mm512_mul_ps(value, _mm512_maskz_loadu_ps(mask, call.weight + at)));
     }
     out.finish(row);
+  }
+}
+
+void head_rms_norm_avx512(const HeadNormCall& call, Range rows) {
+  for (int row = rows.begin; row < rows.end; ++row) {
+    for (int head = 0; head < call.num_heads; ++head) {
+      const std::int64_t x_head = row * call.x.stride + head * call.head_size;
+      const std::int64_t out_head = row * call.out.stride + head * call.head_size;
+      const __m512 factor =
+          norm_factor(sum_of_squares(call.x, x_head, call.head_size), call.head_size, call.eps);
+      for (int at = 0; at < call.head_size; at += 16) {
+        const __mmask16 mask = first_lanes(call.head_size - at);
+        const __m512 value =
+            _mm512_mul_ps(load_values(call.x.data, call.x.is_bf16, x_head + at, mask), factor);
+        store_values(call.out.data, call.out.is_bf16, out_head + at, mask,
+                     _mm512_mul_ps(value, _mm512_maskz_loadu_ps(mask, call.weight + at)));
+      }
+    }
   }
 }
 

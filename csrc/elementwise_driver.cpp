@@ -33,6 +33,11 @@ void add_rms_norm(const NormCall& call) {
   for_rows(call.num_rows, call.size, [&](Range rows) { add_rms_norm_avx512(call, rows); });
 }
 
+void head_rms_norm(const HeadNormCall& call) {
+  for_rows(call.num_rows, call.num_heads * call.head_size,
+           [&](Range rows) { head_rms_norm_avx512(call, rows); });
+}
+
 void gated_activation(const GateCall& call) {
   for_rows(call.num_rows, 2 * call.size, [&](Range rows) { gated_activation_avx512(call, rows); });
 }

@@ -31,6 +31,14 @@ struct NormCall {
   ActivationOutput out;
 };
 
+// out = x / sqrt(mean(x^2) + eps) * weight, in each head of a row.
+struct HeadNormCall {
+  int num_rows, num_heads, head_size;
+  TokenRows x, out;     // [num_rows, num_heads * head_size]
+  const float* weight;  // [head_size]
+  float eps;
+};
+
 // out = gate(x[:, :size]) * x[:, size:].
 struct GateCall {
   int num_rows, size;
@@ -40,12 +48,14 @@ struct GateCall {
 };
 
 void add_rms_norm(const NormCall& call);
+void head_rms_norm(const HeadNormCall& call);
 void gated_activation(const GateCall& call);
 
 // ---------------------------------------------------------------------------------------------
 // With AVX-512.
 
 void add_rms_norm_avx512(const NormCall&, Range rows);
+void head_rms_norm_avx512(const HeadNormCall&, Range rows);
 void gated_activation_avx512(const GateCall&, Range rows);
 
 }  // namespace tokenmill

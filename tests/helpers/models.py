@@ -112,7 +112,12 @@ class PagedRun:
             )
             cache = torch.full(shape, torch.nan, dtype=getattr(torch, dtype))
             layer.bind(backend.make_impl(spec), cache)
-        self._builder = backend.make_metadata_builder(spec, CacheLimits(num_blocks, 64, 4096, 4096))
+        limits = CacheLimits(num_blocks, 64, 4096, 4096)
+        specs = {name: layer.spec(dtype, block_size) for name, layer in self._layers.items()}
+        builders = {
+            spec: backend.make_metadata_builder(spec, limits) for spec in set(specs.values())
+        }
+        self._builders = {name: builders[spec] for name, spec in specs.items()}
 
     def step(self, batch: Sequence[Chunk]) -> list[torch.Tensor]:
         """Compute one flat batch; hidden states [len(chunk), hidden_size] of each chunk."""
@@ -126,9 +131,13 @@ class PagedRun:
             for name, ids in batch
             for position in range(self._lens.get(name, 0), self._lens.get(name, 0) + len(ids))
         ]
-        metadata = self._builder.build(self._metadata(batch))
+        common = self._metadata(batch)
+        metadata = {
+            builder: builder.build(common) for builder in dict.fromkeys(self._builders.values())
+        }
         input_ids = torch.tensor([i for _, ids in batch for i in ids], dtype=torch.int32)
-        with set_forward_context(dict.fromkeys(self._layers, metadata)):
+        by_layer = {name: metadata[builder] for name, builder in self._builders.items()}
+        with set_forward_context(by_layer):
             return self.model.forward(input_ids, torch.tensor(positions), **inputs)
 
     def prefill(self, name: str, ids: Sequence[int], chunk: int | None = None) -> torch.Tensor:

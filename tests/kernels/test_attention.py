@@ -26,6 +26,7 @@ SPECS = {
     "window of one": replace(SPEC, sliding_window=1, block_size=1),
     "soft cap": replace(SPEC, logits_soft_cap=1.5, block_size=256),
     "large scores": replace(SPEC, scale=40.0),
+    "sinks": replace(SPEC, has_sinks=True, sliding_window=40),
     "bfloat16": replace(SPEC, dtype="bfloat16"),
     "float16": replace(SPEC, dtype="float16"),
 }
@@ -37,6 +38,11 @@ BATCHES = [
 ]
 """(tokens of this step, length with them) of each request."""
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 2e-3}
+
+
+def sinks_of(spec):
+    """Scores without a value, some above all others: float32 [num_heads]."""
+    return torch.arange(spec.num_heads).float() - 2
 
 
 def naive(spec, query, keys, values, causal):
@@ -54,7 +60,12 @@ def naive(spec, query, keys, values, causal):
         hidden |= key_at > at
     if spec.sliding_window is not None:
         hidden |= key_at <= at - spec.sliding_window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if spec.has_sinks:
+        sinks = sinks_of(spec).double()[:, None, None].expand(-1, len(query), 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
@@ -72,6 +83,8 @@ def run_backend(spec, batch, causal, seed=0):
     tables = [[free.pop() for _ in range(n)] for n in used]
     backend = ReferenceBackend()
     impl = backend.make_impl(spec)
+    if spec.has_sinks:
+        impl.sinks = sinks_of(spec)
     builder = backend.make_metadata_builder(spec, CacheLimits(num_blocks, 64, 4096, 4096))
     shape = backend.get_kv_cache_shape(num_blocks, size, spec.num_kv_heads, spec.head_size)
     cache = torch.full(shape, torch.nan, dtype=dtype)

@@ -14,6 +14,7 @@ from tokenmill.kernels.fused import (
     add_rms_norm,
     empty_quantized,
     gated_activation,
+    head_rms_norm,
     sample,
     score_tokens,
 )
@@ -68,6 +69,30 @@ def test_add_rms_norm(
     tolerance = TOLERANCE[out_dtype]
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-6)
     same_bits_by_row(lambda rows: compute(rows, before[rows].clone()), n, out) if n else None
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "heads", "size"), [(0, 2, 64), (1, 1, 5), (19, 3, 80), (6, 9, 64)])
+def test_head_rms_norm(
+    n: int, heads: int, size: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    """Rows lie apart, as queries do among keys and values."""
+    x = torch.randn(n, 7 + heads * size).to(dtype)[:, 7:]
+    weight = torch.randn(size)
+
+    def compute(rows: slice) -> torch.Tensor:
+        part = x[rows]
+        out = torch.full((len(part), heads * size), torch.nan, dtype=out_dtype)
+        head_rms_norm(part, weight, 1e-5, out)
+        return out
+
+    out = compute(slice(None))
+    by_head = x.double().unflatten(-1, (heads, size))
+    expected = functional.rms_norm(by_head, (size,), weight.double(), 1e-5).flatten(1)
+    tolerance = TOLERANCE[out_dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=1e-6)
+    same_bits_by_row(compute, n, out) if n else None
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])

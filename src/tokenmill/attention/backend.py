@@ -11,7 +11,7 @@ slot_mapping     [num_tokens]           where a token's K and V go:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +112,14 @@ class AttentionImpl(Protocol):
         step computed its neighbours.
         """
         ...
+
+
+@runtime_checkable
+class TakesSinks(Protocol):
+    """An `AttentionImpl` of layers with sinks, which are weights."""
+
+    sinks: torch.Tensor | None
+    """float32 [num_heads]; set before the first step."""
 
 
 class AttentionBackend(Protocol):

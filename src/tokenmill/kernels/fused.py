@@ -1,27 +1,26 @@
 """Elementwise kernels that save a pass over memory each, and sampling, natively.
 
     add_rms_norm       residual += x; RMSNorm of it    torch reference: norm.py
+    head_rms_norm      RMSNorm of each head            norm.py
     gated_activation   silu(gate) * up, gelu likewise  activation.py
     sample             tokens chosen from logits       sampling/choosers.py
     score_tokens       their log-probabilities         sampling/logprobs.py
 
-The first two can quantise their rows on the way out, as `gemm.quantize_rows` would. A row's result
-has the same bits whatever the other rows are, and with any number of threads.
+The first and the third can quantise their rows on the way out, as `gemm.quantize_rows` would. A
+row's result has the same bits whatever the other rows are, and with any number of threads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tokenmill.kernels import arena, native
+from tokenmill.kernels.activation import Gate
 from tokenmill.kernels.gemm import QuantizedRows
-
-Gate = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +60,15 @@ def add_rms_norm(
     is not read: it becomes x.
     """
     native.module().add_rms_norm(x, residual, starts_stream, weight, eps, _target(out))
+
+
+def head_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """Put the RMSNorm of each head_size values of x [N, num_heads * head_size] into out.
+
+    x and out, of one shape, are bfloat16 or float32, and their rows may lie apart; the weight is
+    float32 [head_size].
+    """
+    native.module().head_rms_norm(x, weight, eps, out)
 
 
 def gated_activation(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor | QuantizedRows) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
-from tokenmill.attention.backend import AttentionImpl, AttentionSpec
+from tokenmill.attention.backend import AttentionImpl, AttentionSpec, TakesSinks
 from tokenmill.attention.forward_context import get_attention_metadata
 from tokenmill.contracts.kv_cache import KVCacheKind, KVCacheSpec
 from tokenmill.layers.rope import RotaryEmbedding
+from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
 
 
 class Attention(nn.Module):
@@ -28,7 +31,9 @@ class Attention(nn.Module):
         rotary: RotaryEmbedding | None,
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
+        """With `has_sinks`, each head has a score without a value in its softmax, a weight."""
         super().__init__()
         self.layer_name = layer_name
         self.num_heads = num_heads
@@ -38,8 +43,13 @@ class Attention(nn.Module):
         self.rotary = rotary
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
+        self.sinks = empty_parameter(num_heads, dtype=torch.float32) if has_sinks else None
         self._impl: AttentionImpl | None = None
         self._kv_cache: torch.Tensor | None = None
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        if self.sinks is not None:
+            yield parameter_slot(f"{prefix.rpartition('.')[0]}.sinks", self.sinks)
 
     def spec(self, dtype: str, block_size: int) -> AttentionSpec:
         """What this layer asks of an attention backend."""
@@ -52,6 +62,7 @@ class Attention(nn.Module):
             block_size=block_size,
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
+            has_sinks=self.sinks is not None,
         )
 
     def kv_cache_spec(self, dtype: str) -> KVCacheSpec:
@@ -70,6 +81,9 @@ class Attention(nn.Module):
 
     def bind(self, impl: AttentionImpl, kv_cache: torch.Tensor) -> None:
         """Attach the backend's implementation and this layer's cache tensor."""
+        if self.sinks is not None:
+            assert isinstance(impl, TakesSinks)
+            impl.sinks = self.sinks
         self._impl = impl
         self._kv_cache = kv_cache
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.kernels.activation import Gate
 from tokenmill.kernels.float8_rows import Float8Rows
 from tokenmill.kernels.gpu.activation import gated_activation, gated_activation_quantize
 from tokenmill.kernels.gpu.gemm_bf16 import matmul_exact
@@ -43,6 +44,9 @@ WeightFormat = Literal["plain", "fp8", "int4"]
 
 class GpuKernels:
     """The kernels of a layer on one device and one stream."""
+
+    has_torch_path = False
+    """Torch's reductions choose their order by the number of rows."""
 
     def __init__(
         self,
@@ -102,12 +106,19 @@ class GpuKernels:
             add_rms_norm(x, residual, weight, eps, out, starts_stream=starts)
         return residual
 
-    def silu_and_mul(self, gate_up: torch.Tensor, out: Activations) -> None:
+    def head_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        heads = x.reshape(-1, len(weight))  # a copy: heads lie closer together than rows of x
+        out = torch.empty_like(heads)
+        stream = torch.empty(heads.shape, dtype=torch.float32, device=x.device)
+        add_rms_norm(heads, stream, weight, eps, out, starts_stream=True)
+        return out.view(x.shape)
+
+    def gated_activation(self, gate_up: torch.Tensor, gate: Gate, out: Activations) -> None:
         if isinstance(out, Float8Rows):
-            gated_activation_quantize(gate_up, "silu", out.codes, out.scales)
+            gated_activation_quantize(gate_up, gate, out.codes, out.scales)
         else:
             assert isinstance(out, torch.Tensor)
-            gated_activation(gate_up, "silu", out)
+            gated_activation(gate_up, gate, out)
 
     def runs_own(self, num_rows: int, dtype: torch.dtype) -> bool:
         """Whether a product of so many rows runs on a kernel of ours where torch has one, too."""

@@ -7,7 +7,9 @@ from typing import Protocol
 
 import torch
 
+from tokenmill.errors import ConfigError
 from tokenmill.kernels import native
+from tokenmill.kernels.activation import Gate
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
@@ -21,6 +23,8 @@ class LayerKernels(Protocol):
 
     device: torch.device
     """Where parameters and activations lie."""
+    has_torch_path: bool
+    """Whether layers without a kernel may compute with torch: whether that is exact there."""
 
     def empty(self, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for activations [num_rows, size]."""
@@ -49,14 +53,30 @@ class LayerKernels(Protocol):
         """
         ...
 
-    def silu_and_mul(self, gate_up: torch.Tensor, out: Activations) -> None:
-        """Put silu(first half) * second half of gate_up [N, 2 * size] into `out`."""
+    def head_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm of each len(weight) values of x [N, num_heads * head_size]; shape and dtype stay.
+
+        Rows of x may lie apart.
+        """
+        ...
+
+    def gated_activation(self, gate_up: torch.Tensor, gate: Gate, out: Activations) -> None:
+        """Put activation(first half) * second half of gate_up [N, 2 * size] into `out`."""
         ...
 
 
 def uses_native_kernels(dtype: str) -> bool:
     """Whether models of this dtype run on the native kernels here."""
     return dtype in NATIVE_DTYPES and native.is_available()
+
+
+def require_torch_path(kernels: LayerKernels, what: str) -> None:
+    """Raise `ConfigError` where `what`, which has no kernel, cannot be computed with torch."""
+    if not kernels.has_torch_path:
+        raise ConfigError(
+            f"{what} has no kernel for a GPU yet, and torch's would not give the same bits in every"
+            f" batch. Run this model with device='cpu'."
+        )
 
 
 @functools.cache

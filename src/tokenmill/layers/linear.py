@@ -9,7 +9,12 @@ from torch import nn
 
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear_method import Activations
-from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+from tokenmill.layers.weights import (
+    WeightSlot,
+    empty_parameter,
+    parameter_slot,
+    transposed_slot,
+)
 
 
 class Linear(nn.Module):
@@ -29,11 +34,14 @@ class Linear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         kernels: LayerKernels,
+        is_transposed: bool = False,
     ) -> None:
+        """With `is_transposed`, the checkpoint has [in_features, out_features] (GPT-2)."""
         super().__init__()
         self.parts = out_features if isinstance(out_features, Mapping) else {"": out_features}
         self.out_features = sum(self.parts.values())
         self.dtype = dtype
+        self.is_transposed = is_transposed
         self.method = kernels.linear_method(self.out_features, in_features, dtype)
         self.bias = (
             empty_parameter(self.out_features, dtype=self.method.bias_dtype) if bias else None
@@ -45,7 +53,8 @@ class Linear(nn.Module):
         for part, size in self.parts.items():
             name = f"{parent}.{part}" if part else prefix
             rows = slice(start, start + size)
-            yield self.method.slot(f"{name}.weight", rows)
+            slot = self.method.slot(f"{name}.weight", rows)
+            yield transposed_slot(slot) if self.is_transposed else slot
             if self.bias is not None:
                 yield parameter_slot(f"{name}.bias", self.bias[rows])
             start += size

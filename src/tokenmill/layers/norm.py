@@ -1,4 +1,4 @@
-"""Normalisation, fused with the residual addition in front of it."""
+"""Normalisation: of the residual stream, fused with the addition in front of it, and of heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from tokenmill.layers.kernels import LayerKernels
+from tokenmill.kernels.norm import layer_norm
+from tokenmill.layers.kernels import LayerKernels, require_torch_path
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
 
@@ -28,15 +29,18 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype,
         kernels: LayerKernels,
         empty_out: Callable[[int], Activations] | None = None,
+        weight_offset: float = 0.0,
     ) -> None:
+        """`weight_offset` is added to the checkpoint's weight (1 for Gemma)."""
         super().__init__()
         self.weight = empty_parameter(hidden_size, dtype=torch.float32)
+        self.weight_offset = weight_offset
         self.eps = eps
         self.kernels = kernels
         self.empty_out = empty_out or (lambda num_rows: kernels.empty(num_rows, hidden_size, dtype))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        yield parameter_slot(f"{prefix}.weight", self.weight)
+        yield parameter_slot(f"{prefix}.weight", self.weight, self.weight_offset)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -49,3 +53,71 @@ class RMSNorm(nn.Module):
         out = self.empty_out(len(x))
         residual = self.kernels.add_rms_norm(x, residual, self.weight, self.eps, out)
         return out, residual
+
+
+class BranchRMSNorm(RMSNorm):
+    """RMSNorm of what is no residual stream: a block's output, all queries of a token."""
+
+    def forward(self, x: torch.Tensor) -> Activations:  # type: ignore[override]
+        """Normalised x, [N, hidden_size]."""
+        return super().forward(x)[0]
+
+
+class HeadRMSNorm(nn.Module):
+    """RMSNorm of each head by itself, with one weight for all heads."""
+
+    def __init__(
+        self, head_size: int, eps: float, *, kernels: LayerKernels, weight_offset: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter(head_size, dtype=torch.float32)
+        self.weight_offset = weight_offset
+        self.eps = eps
+        self.kernels = kernels
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield parameter_slot(f"{prefix}.weight", self.weight, self.weight_offset)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalised x, [N, num_heads * head_size]."""
+        return self.kernels.head_rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """As `RMSNorm`, with mean and bias, in torch; there is no recorded kernel."""
+
+    def __init__(
+        self, hidden_size: int, eps: float, *, dtype: torch.dtype, kernels: LayerKernels
+    ) -> None:
+        super().__init__()
+        require_torch_path(kernels, "LayerNorm")
+        self.weight = empty_parameter(hidden_size, dtype=torch.float32)
+        self.bias = empty_parameter(hidden_size, dtype=torch.float32)
+        self.eps = eps
+        self.dtype = dtype
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield parameter_slot(f"{prefix}.weight", self.weight)
+        yield parameter_slot(f"{prefix}.bias", self.bias)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalised [N, hidden_size] in the model's dtype, and the new residual, float32."""
+        residual = x.float() if residual is None else residual + x
+        return layer_norm(residual, self.weight, self.bias, self.eps).to(self.dtype), residual
+
+
+class ResidualAdd(nn.Module):
+    """The residual stream as it is: for blocks that read it without a norm. In torch."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new residual in the model's dtype, and in float32: [N, hidden_size]."""
+        residual = x.float() if residual is None else residual + x
+        return residual.to(self.dtype), residual

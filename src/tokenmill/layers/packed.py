@@ -9,6 +9,7 @@ import torch
 
 from tokenmill.checkpoint.checkpoint import RawTensor
 from tokenmill.kernels import arena, fused
+from tokenmill.kernels.activation import Gate
 from tokenmill.kernels.float8_rows import Float8Rows
 from tokenmill.kernels.gemm import (
     BLOCK_TYPES,
@@ -113,6 +114,7 @@ class NativeKernels:
     """
 
     device = torch.device("cpu")
+    has_torch_path = True
 
     def empty(self, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         return arena.empty(num_rows, size, dtype=dtype)
@@ -142,9 +144,14 @@ class NativeKernels:
         fused.add_rms_norm(x, residual, weight, eps, out, starts_stream=starts_stream)
         return residual
 
-    def silu_and_mul(self, gate_up: torch.Tensor, out: Activations) -> None:
+    def head_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = arena.empty(*x.shape, dtype=x.dtype)
+        fused.head_rms_norm(x, weight, eps, out)
+        return out
+
+    def gated_activation(self, gate_up: torch.Tensor, gate: Gate, out: Activations) -> None:
         assert not isinstance(out, Float8Rows)
-        fused.gated_activation(gate_up, "silu", out)
+        fused.gated_activation(gate_up, gate, out)
 
 
 def _pack_parts(packed_format: str, parts: list[RawTensor]) -> PackedWeight:

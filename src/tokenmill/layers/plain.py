@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tokenmill.kernels.activation import silu_and_mul
+from tokenmill.kernels.activation import Gate, gated_activation
 from tokenmill.kernels.linear import linear, linear_float32
 from tokenmill.kernels.norm import rms_norm
 from tokenmill.layers.linear_method import Activations
@@ -42,6 +42,8 @@ class PlainLinearMethod(nn.Module):
 class PlainKernels:
     """Every kernel of a layer in torch."""
 
+    has_torch_path = True
+
     def __init__(self, device: torch.device | None = None) -> None:
         """`device` is the CPU by default."""
         self.device = device or torch.device("cpu")
@@ -72,6 +74,10 @@ class PlainKernels:
         out.copy_(rms_norm(residual, weight, eps))
         return residual
 
-    def silu_and_mul(self, gate_up: torch.Tensor, out: Activations) -> None:
+    def head_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        heads = x.float().reshape(len(x), -1, len(weight))
+        return rms_norm(heads, weight, eps).flatten(-2).to(x.dtype)
+
+    def gated_activation(self, gate_up: torch.Tensor, gate: Gate, out: Activations) -> None:
         assert isinstance(out, torch.Tensor)
-        out.copy_(silu_and_mul(gate_up))
+        out.copy_(gated_activation(gate_up, gate))

@@ -7,7 +7,7 @@ Types and keys are those of Hugging Face configs:
     dynamic   a larger theta, for the length at hand (NTK)
     llama3    long wavelengths divided by `factor`, short ones kept, a ramp between
     yarn      the same with a ramp over dimensions, and larger attention scores (Peng et al., 2023)
-    longrope  a divisor for each frequency (Ding et al., 2024)
+    longrope  a divisor for each frequency (Ding et al., 2024); once called su
 
 `dynamic` and `longrope` depend on a length. It is `max_model_len`, once and for all: with the
 length of the text so far, a token's key would change while its text grows, and a cached key would
@@ -231,4 +231,5 @@ _SCALINGS: dict[str, Callable[[RopeConfig, int, int], tuple[torch.Tensor, float]
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "su": _longrope,
 }

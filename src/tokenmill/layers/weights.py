@@ -41,10 +41,24 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
-def parameter_slot(name: str, parameter: torch.Tensor) -> WeightSlot:
-    """A slot that is `parameter` (or a part of one), filled with plain values."""
+def parameter_slot(name: str, parameter: torch.Tensor, offset: float = 0.0) -> WeightSlot:
+    """A slot that is `parameter` (or a part of one), filled with plain values plus `offset`."""
 
     def load(raw: RawTensor) -> None:
-        parameter.copy_(dequantize(raw, parameter.dtype))
+        values = dequantize(raw, parameter.dtype)
+        parameter.copy_(values + offset if offset else values)
 
     return WeightSlot(name, tuple(parameter.shape), load)
+
+
+def transposed_slot(slot: WeightSlot) -> WeightSlot:
+    """`slot` for a matrix that its checkpoint keeps as [in_features, out_features]."""
+
+    def load(raw: RawTensor) -> None:
+        format_, dtype = (
+            ("BF16", torch.bfloat16) if raw.format == "BF16" else ("F32", torch.float32)
+        )
+        values = dequantize(raw, dtype).t().contiguous()
+        slot.load(RawTensor(slot.shape, format_, values.view(-1).view(torch.uint8)))
+
+    return WeightSlot(slot.name, slot.shape[::-1], load)

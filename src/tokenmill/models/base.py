@@ -46,6 +46,13 @@ class CausalLM(Protocol):
 class CausalLMClass(Protocol):
     """How the loader makes a model: every family's class is called like this."""
 
+    config_defaults: Mapping[str, Any]
+    """What a config.json leaves out when it is so."""
+    embedding_name: str
+    """The tensor that is the head's, too, where they are tied."""
+    optional_prefix: str
+    """Begins every name but the head's; some checkpoints leave it out."""
+
     def __call__(
         self,
         hf_config: Mapping[str, Any],

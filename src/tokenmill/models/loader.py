@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from tokenmill.quantization.dequantize import dequantize
 logger = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 DERIVED_SUFFIXES = (".rotary_emb.inv_freq", ".position_ids", ".attn.bias", ".attn.masked_bias")
 """Tensors that old checkpoints hold although they follow from the config."""
 MAX_LISTED = 8
@@ -47,18 +46,20 @@ def load_model(
     every tensor which is missing, unexpected or of a wrong shape, and `ConfigError` for a config
     that the model's family cannot serve.
     """
-    hf_config = {
-        **model_config.hf_config,
-        "tie_word_embeddings": _has_tied_head(model_config.hf_config, checkpoint),
-    }
+    family = get_model_class(model_config.architecture)
+    prefix = _left_out(family.optional_prefix, checkpoint)
+    hf_config = {**family.config_defaults, **model_config.hf_config}
+    hf_config["tie_word_embeddings"] = _has_tied_head(
+        hf_config, checkpoint, family.embedding_name.removeprefix(prefix)
+    )
     dtype = getattr(torch, model_config.dtype)
     kernels = kernels or layer_kernels(dtype)
     with kernels.device:
-        model = get_model_class(model_config.architecture)(
+        model = family(
             hf_config, dtype=dtype, max_model_len=model_config.max_model_len, kernels=kernels
         )
     assert isinstance(model, nn.Module)
-    slots = _weight_slots(model)
+    slots = [replace(slot, name=slot.name.removeprefix(prefix)) for slot in _weight_slots(model)]
     skipped = {HEAD} if hf_config["tie_word_embeddings"] else set()
     _check_names_and_shapes(slots, checkpoint, skipped)
     _fill(slots, checkpoint, on_progress)
@@ -113,7 +114,12 @@ def _fill(slots: list[WeightSlot], checkpoint: Checkpoint, on_progress: Progress
     on_progress(total, total)
 
 
-def _has_tied_head(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
+def _left_out(prefix: str, checkpoint: Checkpoint) -> str:
+    """`prefix` if no tensor has it, else nothing."""
+    return "" if any(name.startswith(prefix) for name in checkpoint.tensor_shapes) else prefix
+
+
+def _has_tied_head(hf_config: Mapping[str, Any], checkpoint: Checkpoint, embedding: str) -> bool:
     """Whether the head is the embedding; against the config, the checkpoint is right."""
     tied = bool(hf_config.get("tie_word_embeddings", False))
     if HEAD not in checkpoint.tensor_shapes:
@@ -124,7 +130,7 @@ def _has_tied_head(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> bool
                 HEAD,
             )
         return True
-    if tied and not _same_values(checkpoint, HEAD, EMBEDDING):
+    if tied and not _same_values(checkpoint, HEAD, embedding):
         logger.warning(
             "The config has tie_word_embeddings=true, but the checkpoint's %s differs from the"
             " embedding; it is kept as head.",

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from typing import TYPE_CHECKING
 
 from tokenmill.errors import ConfigError, did_you_mean
-from tokenmill.models.base import CausalLMClass
+
+if TYPE_CHECKING:
+    from tokenmill.models.base import CausalLMClass
 
 
-def _llama() -> CausalLMClass:
-    from tokenmill.models.llama import LlamaForCausalLM
-
-    return LlamaForCausalLM
-
-
-MODELS: dict[str, Callable[[], CausalLMClass]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _llama,
+MODELS: dict[str, str] = {
+    "LlamaForCausalLM": "llama:LlamaForCausalLM",
+    "MistralForCausalLM": "llama:LlamaForCausalLM",
 }
+"""Architecture, as a config.json names it -> module of this package, and class."""
 
 
 def get_model_class(architecture: str) -> CausalLMClass:
-    """The class of an architecture, as `architectures` of a config.json names it.
+    """The class of an architecture.
 
     Raises `ConfigError` for one we do not have.
     """
@@ -30,4 +28,6 @@ def get_model_class(architecture: str) -> CausalLMClass:
             f"Models of architecture {architecture!r} are not supported."
             f"{did_you_mean(architecture, MODELS)} Supported: {', '.join(MODELS)}."
         )
-    return MODELS[architecture]()
+    module, _, name = MODELS[architecture].partition(":")
+    found: CausalLMClass = getattr(importlib.import_module(f"tokenmill.models.{module}"), name)
+    return found

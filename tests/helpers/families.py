@@ -1,0 +1,81 @@
+"""The model families that we serve, each with a small config: what the contract test runs over, and
+what `docs/models.md` lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+"""Heads of 64 values, so that the native kernels serve them."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture, and how it is tested."""
+
+    name: str
+    models: str
+    """What people call the models."""
+    architecture: str
+    """As `architectures` of a config.json names it."""
+    config_class: str
+    """Of transformers."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Beyond `COMMON`; None takes a key away."""
+    is_recorded: bool = True
+    """Whether a step's kernel calls are recorded, in bfloat16 on the native kernels."""
+    runs_on_gpu: bool = True
+    gguf: str = ""
+    """`general.architecture` of GGUF files that are read."""
+    real_weights: str = ""
+    """The alias of a model whose real weights are tested."""
+    not_supported: str = ""
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of the config class."""
+        merged = COMMON | dict(self.config)
+        return {key: value for key, value in merged.items() if value is not None}
+
+
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.02 * i for i in range(24)],
+    "long_factor": [1.0 + 0.3 * i for i in range(24)],
+}
+
+FAMILIES = [
+    Family(
+        "llama",
+        "Llama 2 and 3, SmolLM2",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        gguf="llama",
+        real_weights="smollm2-135m",
+    ),
+    Family(
+        "mistral",
+        "Mistral 7B, Ministral",
+        "MistralForCausalLM",
+        "MistralConfig",
+        {"sliding_window": 19, "head_dim": 64},
+        gguf="llama",
+    ),
+]
+"""In the order of the page."""
