@@ -77,5 +77,13 @@ FAMILIES = [
         {"sliding_window": 19, "head_dim": 64},
         gguf="llama",
     ),
+    Family(
+        "qwen2",
+        "Qwen2, Qwen2.5",
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+        not_supported="MRoPE (the vision models), dual chunk attention",
+    ),
 ]
 """In the order of the page."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 MODELS: dict[str, str] = {
     "LlamaForCausalLM": "llama:LlamaForCausalLM",
     "MistralForCausalLM": "llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
 }
 """Architecture, as a config.json names it -> module of this package, and class."""
 

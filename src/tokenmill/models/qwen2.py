@@ -1,0 +1,37 @@
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values.
+
+With `use_sliding_window`, the layers from `max_window_layers` on have a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tokenmill.config.parameters import number, read_parameters
+from tokenmill.models.config import DecoderConfig, layer_windows
+from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
+
+
+def qwen_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    """The config of any Qwen; raises `ConfigError` that names the key at fault."""
+    num_layers = read_parameters(hf_config).num_layers
+    windows: tuple[int | None, ...] = (None,) * num_layers
+    if hf_config.get("use_sliding_window"):
+        first = number(hf_config, "max_window_layers", 28)
+        windows = layer_windows(hf_config, num_layers, lambda layer: layer >= first)
+    return DecoderConfig.from_hf(hf_config, windows=windows)
+
+
+class Qwen2ForCausalLM(Decoder):
+    """A Qwen2 with its output head."""
+
+    @staticmethod
+    def read_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+        return qwen_config(hf_config)
+
+    @staticmethod
+    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+        return PreNormLayer(parts, parts.attention(bias=True, out_bias=False), parts.gated_mlp())
