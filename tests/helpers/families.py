@@ -85,5 +85,6 @@ FAMILIES = [
         {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
         not_supported="MRoPE (the vision models), dual chunk attention",
     ),
+    Family("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 64}),
 ]
 """In the order of the page."""

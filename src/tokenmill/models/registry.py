@@ -15,6 +15,7 @@ MODELS: dict[str, str] = {
     "LlamaForCausalLM": "llama:LlamaForCausalLM",
     "MistralForCausalLM": "llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
 }
 """Architecture, as a config.json names it -> module of this package, and class."""
 
