@@ -86,5 +86,17 @@ FAMILIES = [
         not_supported="MRoPE (the vision models), dual chunk attention",
     ),
     Family("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 64}),
+    Family(
+        "phi3",
+        "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {
+            "rope_parameters": _LONG_ROPE,
+            "original_max_position_embeddings": 8,
+            "tie_word_embeddings": True,
+        },
+        not_supported="Phi-3-small, Phi-3.5-MoE, the vision models",
+    ),
 ]
 """In the order of the page."""
