@@ -98,5 +98,6 @@ FAMILIES = [
         },
         not_supported="Phi-3-small, Phi-3.5-MoE, the vision models",
     ),
+    Family("olmo2", "OLMo 2", "Olmo2ForCausalLM", "Olmo2Config", is_recorded=False),
 ]
 """In the order of the page."""

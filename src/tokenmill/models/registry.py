@@ -17,6 +17,7 @@ MODELS: dict[str, str] = {
     "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
     "Phi3ForCausalLM": "phi3:Phi3ForCausalLM",
+    "Olmo2ForCausalLM": "olmo2:Olmo2ForCausalLM",
 }
 """Architecture, as a config.json names it -> module of this package, and class."""
 

@@ -1,0 +1,49 @@
+"""OLMo 2: norms behind the blocks, and over all queries and all keys of a token.
+
+    x -> attention -> norm -> + -> gated MLP -> norm -> +
+
+The blocks read the residual stream as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokenmill.layers.norm import ResidualAdd
+from tokenmill.models.decoder import Decoder, LayerParts
+
+
+class Olmo2Layer(nn.Module):
+    """Attention, then MLP, each normalised before it is added to the residual stream."""
+
+    def __init__(self, parts: LayerParts) -> None:
+        super().__init__()
+        config = parts.config
+        self.add = ResidualAdd(parts.dtype)
+        self.self_attn = parts.attention(
+            q_norm=parts.branch_norm(config.num_heads * config.head_size),
+            k_norm=parts.branch_norm(config.num_kv_heads * config.head_size),
+        )
+        self.mlp = parts.gated_mlp()
+        self.post_attention_layernorm = parts.branch_norm(config.hidden_size)
+        self.post_feedforward_layernorm = parts.branch_norm(config.hidden_size)
+
+    def forward(
+        self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stream, residual = self.add(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(positions, stream))
+        stream, residual = self.add(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(stream)), residual
+
+
+class Olmo2ForCausalLM(Decoder):
+    """An OLMo 2 with its output head."""
+
+    @staticmethod
+    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+        return Olmo2Layer(parts)
