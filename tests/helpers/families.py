@@ -99,5 +99,19 @@ FAMILIES = [
         not_supported="Phi-3-small, Phi-3.5-MoE, the vision models",
     ),
     Family("olmo2", "OLMo 2", "Olmo2ForCausalLM", "Olmo2Config", is_recorded=False),
+    Family(
+        "gpt2",
+        "GPT-2, DistilGPT-2",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+            "n_inner": 200,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+        is_recorded=False,
+        runs_on_gpu=False,
+    ),
 ]
 """In the order of the page."""

@@ -30,6 +30,7 @@ class ModelParameters:
 
 def read_parameters(config: Mapping[str, Any]) -> ModelParameters:
     """Read and check the sizes. Raises `ConfigError` that names the key at fault."""
+    config = standard_names(config)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ConfigError(
@@ -49,6 +50,22 @@ def read_parameters(config: Mapping[str, Any]) -> ModelParameters:
         vocab_size=positive_int(config, "vocab_size"),
         max_context=_max_context(config),
     )
+
+
+_STANDARD_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+}
+"""What GPT-2 calls its sizes."""
+
+
+def standard_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with the sizes under the names that most models have."""
+    renamed = {new: config[old] for old, new in _STANDARD_NAMES.items() if old in config}
+    return {**renamed, **config}
 
 
 def positive_int(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -18,6 +18,7 @@ MODELS: dict[str, str] = {
     "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
     "Phi3ForCausalLM": "phi3:Phi3ForCausalLM",
     "Olmo2ForCausalLM": "olmo2:Olmo2ForCausalLM",
+    "GPT2LMHeadModel": "gpt2:GPT2LMHeadModel",
 }
 """Architecture, as a config.json names it -> module of this package, and class."""
 
