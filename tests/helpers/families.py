@@ -113,5 +113,18 @@ FAMILIES = [
         is_recorded=False,
         runs_on_gpu=False,
     ),
+    Family(
+        "gemma2",
+        "Gemma 2",
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {
+            "head_dim": 64,
+            "sliding_window": 23,
+            "query_pre_attn_scalar": 50,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
 ]
 """In the order of the page."""

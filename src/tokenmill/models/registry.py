@@ -19,6 +19,7 @@ MODELS: dict[str, str] = {
     "Phi3ForCausalLM": "phi3:Phi3ForCausalLM",
     "Olmo2ForCausalLM": "olmo2:Olmo2ForCausalLM",
     "GPT2LMHeadModel": "gpt2:GPT2LMHeadModel",
+    "Gemma2ForCausalLM": "gemma2:Gemma2ForCausalLM",
 }
 """Architecture, as a config.json names it -> module of this package, and class."""
 
