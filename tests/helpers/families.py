@@ -126,5 +126,26 @@ FAMILIES = [
             "final_logit_softcapping": 5.0,
         },
     ),
+    Family(
+        "gemma3",
+        "Gemma 3 270M and 1B, and the text models of others",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            "head_dim": 64,
+            "num_hidden_layers": 3,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+                "full_attention": {
+                    "rope_type": "linear",
+                    "factor": 4.0,
+                    "rope_theta": 50_000.0,
+                },
+            },
+        },
+        not_supported="images; bidirectional attention",
+    ),
 ]
 """In the order of the page."""

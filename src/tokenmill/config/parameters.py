@@ -134,7 +134,8 @@ _CONTEXT_INCLUDES_SCALING = {"default", "llama3", "longrope", "su", "proportiona
 def _max_context(config: Mapping[str, Any]) -> int:
     length = positive_int(config, "max_position_embeddings")
     rope = rope_parameters(config)
-    if rope["rope_type"] in _CONTEXT_INCLUDES_SCALING:
+    is_scaled = str(config.get("model_type")) == "gemma3_text"
+    if is_scaled or rope["rope_type"] in _CONTEXT_INCLUDES_SCALING:
         return length
     factor = number(rope, "factor", 1.0)
     if factor < 1:

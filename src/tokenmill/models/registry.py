@@ -20,6 +20,7 @@ MODELS: dict[str, str] = {
     "Olmo2ForCausalLM": "olmo2:Olmo2ForCausalLM",
     "GPT2LMHeadModel": "gpt2:GPT2LMHeadModel",
     "Gemma2ForCausalLM": "gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
 }
 """Architecture, as a config.json names it -> module of this package, and class."""
 
