@@ -147,5 +147,14 @@ FAMILIES = [
         },
         not_supported="images; bidirectional attention",
     ),
+    Family(
+        "mixtral",
+        "Mixtral 8x7B and 8x22B",
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {"num_local_experts": 5, "num_experts_per_tok": 2},
+        is_recorded=False,
+        runs_on_gpu=False,
+    ),
 ]
 """In the order of the page."""

@@ -21,6 +21,7 @@ MODELS: dict[str, str] = {
     "GPT2LMHeadModel": "gpt2:GPT2LMHeadModel",
     "Gemma2ForCausalLM": "gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
+    "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
 }
 """Architecture, as a config.json names it -> module of this package, and class."""
 
