@@ -156,5 +156,21 @@ FAMILIES = [
         is_recorded=False,
         runs_on_gpu=False,
     ),
+    Family(
+        "qwen3-moe",
+        "Qwen3-30B-A3B and others with experts",
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+        is_recorded=False,
+        runs_on_gpu=False,
+    ),
 ]
 """In the order of the page."""

@@ -22,6 +22,7 @@ MODELS: dict[str, str] = {
     "Gemma2ForCausalLM": "gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
     "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
+    "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
 }
 """Architecture, as a config.json names it -> module of this package, and class."""
 
