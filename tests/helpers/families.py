@@ -145,6 +145,8 @@ FAMILIES = [
                 },
             },
         },
+        gguf="gemma3",
+        real_weights="gemma3-270m",
         not_supported="images; bidirectional attention",
     ),
     Family(

@@ -25,6 +25,8 @@ class RawTensor:
     head_permutation: int | None = None
     """Number of heads whose rows llama.cpp has interleaved (q and k projections of the llama
     family); the loader undoes it. None: rows are in order."""
+    value_offset: float = 0.0
+    """What llama.cpp has added to every value; the loader subtracts it. Of plain tensors only."""
 
 
 @dataclass(frozen=True, slots=True)

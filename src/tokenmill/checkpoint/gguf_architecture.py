@@ -1,7 +1,7 @@
 """How the GGUF files of one model family read as a Hugging Face directory.
 
 A family is one `GGUFArchitecture`: a function for its configuration and tables for its tensor
-names. To add a family, write its file (gguf_llama.py is the pattern) and add a line to
+names. To add a family, write them (gguf_families.py has the patterns) and add a line to
 `ARCHITECTURES` in gguf_checkpoint.py.
 """
 
@@ -12,7 +12,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from tokenmill.checkpoint.gguf_reader import GGUFHeader
@@ -89,10 +89,12 @@ class GGUFArchitecture:
     """GGUF name -> Hugging Face name of tensors outside the layers."""
     block_tensors: Mapping[str, str]
     """`attn_q` of `blk.3.attn_q.weight` -> `self_attn.q_proj` of `model.layers.3....`."""
-    permuted_heads: Mapping[str, str]
+    permuted_heads: Mapping[str, str] = field(default_factory=dict)
     """Block tensor whose rows are interleaved by head -> the config key that counts its heads."""
-    consumed_tensors: frozenset[str]
+    consumed_tensors: frozenset[str] = frozenset()
     """Tensors that are not weights: `build_config` has read them, or nothing needs them."""
+    norm_offset: float = 0.0
+    """What was added to every norm's weight."""
 
     def hf_name(self, name: str) -> str:
         """The Hugging Face name of a GGUF tensor; a name nobody knows stays as it is."""
@@ -107,3 +109,7 @@ class GGUFArchitecture:
         if match and match[2] in self.permuted_heads:
             return int(config[self.permuted_heads[match[2]]])
         return None
+
+    def value_offset(self, name: str) -> float:
+        """What was added to the values of the GGUF tensor `name`."""
+        return self.norm_offset if name.endswith("norm.weight") else 0.0

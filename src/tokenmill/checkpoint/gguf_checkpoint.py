@@ -9,11 +9,20 @@ from typing import Any
 
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
 from tokenmill.checkpoint.gguf_architecture import GGUFArchitecture, Parameters
+from tokenmill.checkpoint.gguf_families import GEMMA2, GEMMA3, OLMO2, PHI3, QWEN2, QWEN3
 from tokenmill.checkpoint.gguf_llama import LLAMA
 from tokenmill.checkpoint.gguf_reader import GGUFHeader, read_header
 from tokenmill.errors import CheckpointError, did_you_mean
 
-ARCHITECTURES: dict[str, GGUFArchitecture] = {"llama": LLAMA}
+ARCHITECTURES: dict[str, GGUFArchitecture] = {
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "llama": LLAMA,
+    "olmo2": OLMO2,
+    "phi3": PHI3,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
 """`general.architecture` -> how to read it."""
 
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -90,6 +99,7 @@ class GGUFCheckpoint:
                 self._data, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset
             ),
             head_permutation=self._architecture.head_permutation(gguf_name, self.config),
+            value_offset=self._architecture.value_offset(gguf_name),
         )
 
     def close(self) -> None:

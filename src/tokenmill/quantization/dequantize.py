@@ -37,7 +37,9 @@ def dequantize(raw: RawTensor, dtype: torch.dtype) -> torch.Tensor:
     supported.
     """
     if raw.format in _PLAIN:
-        return rows_in_order(raw).view(_PLAIN[raw.format]).view(raw.shape).to(dtype)
+        values = rows_in_order(raw).view(_PLAIN[raw.format]).view(raw.shape)
+        return (values - raw.value_offset if raw.value_offset else values).to(dtype)
+    assert not raw.value_offset
     layout = _BLOCKS.get(raw.format)
     if layout is None:
         raise CheckpointError(

@@ -180,7 +180,7 @@ def test_a_missing_tensor_is_named(tmp_path):
 
 
 BAD_PARAMETERS = {
-    "general.architecture": ("mamba", r"'mamba'.*Supported: llama"),
+    "general.architecture": ("mamba", r"'mamba'.*Supported: gemma2"),
     "llama.block_count": (5000, "5000"),
     "llama.embedding_length": (32, r"\(320, 64\)"),
     "llama.attention.head_count_kv": (3, "4 attention heads"),
