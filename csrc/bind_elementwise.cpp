@@ -73,7 +73,7 @@ void run_head_norm(const ReadTensor& x, const Column<const float>& weight, float
   check(static_cast<int>(out.shape(0)) == call.num_rows, "out", "of as many rows as x");
   call.weight = weight.data();
   call.eps = eps;
-  submit(call.num_rows, [call](int num_rows) mutable {
+  submit({"head_rms_norm"}, call.num_rows, [call](int num_rows) mutable {
     call.num_rows = num_rows;
     head_rms_norm(call);
   });
