@@ -1,15 +1,16 @@
 """Which tiles attention should use on the card at hand.
 
     PYTHONPATH=src python3 benchmarks/gpu/tune_attention.py [--seconds 90] [--json results.json]
+                                                            [--only decode] [--head-size 64]
 
 bits      whether a token has the same bits in a prompt, in pieces of it and decoded, for the tiles
           of `choose_config` and for the others
-decode    requests of one token, as a fraction of the bytes that the card copies in a second
+decode    requests of one token, as a fraction of the bytes that the card reads in a second
 prompts   prompts and pieces of prompts, in TFLOP/s, beside torch's attention without a paged cache
 
-Heads are those of Llama 3 with 8 billion parameters. Kernels are compiled beforehand, in processes
-that fill Triton's cache. To try the script without a card: TRITON_INTERPRET=1 and --device cpu, at
-small sizes.
+Heads are those of Llama 3, of 128 values as with 8 billion parameters or of 64 as with 1. Kernels
+are compiled beforehand, in processes that fill Triton's cache. To try the script without a card:
+TRITON_INTERPRET=1 and --device cpu, at small sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -30,7 +32,9 @@ from gpucheck.timing import median_milliseconds, synchronize
 from tokenmill.kernels.gpu.attention import paged_attention, plan_attention, workspace_size
 from tokenmill.kernels.gpu.attention_config import AttentionConfig, TileConfig, choose_config
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 8, 128
+NUM_HEADS, NUM_KV_HEADS = 32, 8
+HEAD_SIZE = int(os.environ.get("TUNED_HEAD_SIZE", "128"))
+"""Set by --head-size, for the processes that compile, too."""
 BLOCK_SIZE = 64
 SPLITS = {
     True: [
@@ -75,7 +79,7 @@ PREFILLS = {
     ],
 }
 PROGRAMS_PER_SM = (2, 3, 4, 6, 8)
-PARTITIONS = (256, 512)
+PARTITIONS = (64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ def decoding(num_reqs: int, shortest: int, longest: int) -> Batch:
 
 
 DECODES = {
+    "1 x 550": decoding(1, 550, 550),
+    "64 x 550": decoding(64, 520, 580),
     "64 x 1k-4k": decoding(64, 1024, 4096),
     "256 x 200-2k": decoding(256, 200, 2048),
     "8 x 4k": decoding(8, 3900, 4096),
@@ -197,8 +203,10 @@ def split_configs(exact: bool) -> Iterator[AttentionConfig]:
     for split, programs in itertools.product(SPLITS[exact], PROGRAMS_PER_SM):
         prefill = replace(base.prefill, block_n=split.block_n) if exact else base.prefill
         yield replace(base, split=split, prefill=prefill, programs_per_sm=programs)
-    for partition in PARTITIONS:
-        yield replace(base, partition=partition)
+    for partition, programs, one_loop in itertools.product(
+        PARTITIONS, PROGRAMS_PER_SM[2:], (False, True)
+    ):
+        yield replace(base, partition=partition, programs_per_sm=programs, one_loop=one_loop)
 
 
 def prefill_configs(exact: bool) -> Iterator[AttentionConfig]:
@@ -269,11 +277,11 @@ class Bench:
 
     def __init__(self, device: str, seconds: float) -> None:
         self.device, self.deadline = device, time.monotonic() + seconds
-        data = torch.zeros(1 << (28 if device == "cuda" else 20), device=device)
-        target = torch.empty_like(data)
-        milliseconds = median_milliseconds(lambda _: target.copy_(data), device)
-        self.bandwidth = 2 * data.nbytes / milliseconds * 1e3
-        print(f"copy: {self.bandwidth / 1e12:.2f} TB/s")
+        data = torch.randn(1 << (30 if device == "cuda" else 20), device=device)
+        out = torch.empty((), device=device)
+        milliseconds = median_milliseconds(lambda _: torch.amax(data, dim=0, out=out), device)
+        self.bandwidth = data.nbytes / milliseconds * 1e3
+        print(f"read: {self.bandwidth / 1e12:.2f} TB/s")
         self.results: list[dict] = []
 
     def is_over(self) -> bool:
@@ -282,7 +290,7 @@ class Bench:
     def decode(self, batches: dict[str, Batch]) -> None:
         for (name, batch), exact in itertools.product(batches.items(), (True, False)):
             step = Step(batch, self.device)
-            print(f"\ndecode {name}{', exact' * exact}: fraction of the copy, microseconds")
+            print(f"\ndecode {name}{', exact' * exact}: fraction of reading, microseconds")
             limit = batch.num_bytes / self.bandwidth * 1e3
             self._sweep("decode", name, step, list(split_configs(exact)), limit)
 
@@ -315,7 +323,7 @@ class Bench:
             print(
                 f"  {rate:7.2f} {microseconds:9.1f}  split {describe(config.split):<22}"
                 f" prefill {describe(config.prefill):<16} partition {config.partition}"
-                f" programs {config.programs_per_sm}",
+                f" programs {config.programs_per_sm}{' one loop' * config.one_loop}",
                 flush=True,
             )
 
@@ -333,17 +341,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90.0, help="stop measuring after these")
     parser.add_argument("--json", help="where to write all that was measured")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", choices=["bits", "prompts", "decode"], help="one part")
+    parser.add_argument("--head-size", type=int, choices=[64, 128], default=HEAD_SIZE)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
+    if options.head_size != HEAD_SIZE:
+        environment = os.environ | {"TUNED_HEAD_SIZE": str(options.head_size)}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     begin = time.monotonic()
     torch.manual_seed(0)
     compile_ahead(options.device, options.workers)
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
     bench = Bench(options.device, options.seconds)
-    check_bits(options.device)
     small = options.device == "cpu"
-    bench.prompts(SMALL_PROMPTS if small else PROMPTS)
-    bench.decode(SMALL_DECODES if small else DECODES)
+    if options.only in (None, "bits"):
+        check_bits(options.device)
+    if options.only in (None, "prompts"):
+        bench.prompts(SMALL_PROMPTS if small else PROMPTS)
+    if options.only in (None, "decode"):
+        bench.decode(SMALL_DECODES if small else DECODES)
     synchronize(options.device)
     if options.json:
         with open(options.json, "w") as file:

@@ -17,6 +17,7 @@ from tokenmill.errors import ConfigError, did_you_mean
 VARIABLES = {
     "OPENAI_API_KEY": "Key that `tokenmill bench serve` sends to a server.",
     "TOKENMILL_CACHE": "Directory of fetched models; an absolute path.",
+    "TOKENMILL_GPU_OVERLAP": "1: kernels on a Hopper GPU start before the one in front has ended.",
     "TOKENMILL_ISA": "Instruction set of the kernels: amx, avx512, or reference for torch.",
     "TOKENMILL_LOG_LEVEL": "How much the command line logs: debug, info, warning or error.",
     "NOTIFY_SOCKET": "Socket of a service manager that `tokenmill serve` tells when it is ready.",
@@ -58,6 +59,14 @@ def log_level(default: str, environ: Mapping[str, str] = os.environ) -> str:
             f"{did_you_mean(level, LOG_LEVELS)}"
         )
     return level
+
+
+def wants_gpu_overlap(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether kernels on a GPU may start early; not by default. Raises `ConfigError`."""
+    chosen = environ.get("TOKENMILL_GPU_OVERLAP") or "0"
+    if chosen not in ("0", "1"):
+        raise ConfigError(f"TOKENMILL_GPU_OVERLAP={chosen!r}: must be 0 or 1.")
+    return chosen == "1"
 
 
 def wants_tracebacks(environ: Mapping[str, str] = os.environ) -> bool:

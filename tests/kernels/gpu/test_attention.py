@@ -255,6 +255,18 @@ def test_exact_whole_in_pieces_and_decoded(name, device):
         assert torch.equal(torch.cat(pieces), whole)
 
 
+@pytest.mark.parametrize("name", ["grouped", "window", "sinks", "exact", "exact window"])
+def test_partitions_in_one_loop_give_the_same_bits(name, device):
+    batch = [(1, 150), (2, 64), (1, 33), (1, 1), (1, 97)]
+    apart = Step(CASES[name], batch, device)
+    config = replace(CASES[name].config, one_loop=True)
+    in_one_loop = Step(replace(CASES[name], config=config), batch, device)
+    expected = apart.attend()
+    assert torch.equal(in_one_loop.attend(), expected)
+    no_room = in_one_loop.workspace(max_values=0)
+    assert torch.equal(in_one_loop.attend(workspace=no_room), expected)
+
+
 def test_padding_writes_nothing(device):
     step = Step(CASES["grouped"], [(1, 40), (1, 3), (0, 0), (0, 0)], device)
     padded = replace_query(step, torch.cat([step.query, torch.full_like(step.query, NAN)]))

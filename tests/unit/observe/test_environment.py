@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from tokenmill.errors import ConfigError
-from tokenmill.observe.environment import cache_directory, log_level, wants_tracebacks
+from tokenmill.observe.environment import (
+    cache_directory,
+    log_level,
+    wants_gpu_overlap,
+    wants_tracebacks,
+)
 
 
 def test_the_cache_directory_follows_the_first_variable_that_is_set(tmp_path):
@@ -38,3 +43,11 @@ def test_tracebacks_are_for_debugging():
     assert wants_tracebacks({"TOKENMILL_LOG_LEVEL": "debug"})
     assert not wants_tracebacks({"TOKENMILL_LOG_LEVEL": "info"})
     assert not wants_tracebacks({})
+
+
+def test_kernels_overlap_on_request():
+    assert not wants_gpu_overlap({})
+    assert not wants_gpu_overlap({"TOKENMILL_GPU_OVERLAP": "0"})
+    assert wants_gpu_overlap({"TOKENMILL_GPU_OVERLAP": "1"})
+    with pytest.raises(ConfigError, match="'yes': must be 0 or 1"):
+        wants_gpu_overlap({"TOKENMILL_GPU_OVERLAP": "yes"})

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from tokenmill.kernels.gpu.launch import CompileCase, cdiv, define_op, next_power_of_2
+from tokenmill.kernels.gpu.overlap import let_next_start, overlaps, wait_for_previous
 from tokenmill.kernels.gpu.row_quantization import (
     check_quantized,
     quantize_rows_reference,
@@ -47,8 +48,10 @@ def gated_activation(gate_up: torch.Tensor, kind: Gate, out: torch.Tensor) -> No
         BLOCK=_COLUMNS,
         KIND=kind,
         QUANTIZES=False,
+        OVERLAPS=overlaps(out.device),
         num_warps=4,
         num_stages=1,
+        launch_pdl=overlaps(out.device),
     )
 
 
@@ -75,8 +78,10 @@ def gated_activation_quantize(
         BLOCK=block,
         KIND=kind,
         QUANTIZES=True,
+        OVERLAPS=overlaps(out_q.device),
         num_warps=warps_of_row(block),
         num_stages=1,
+        launch_pdl=overlaps(out_q.device),
     )
 
 
@@ -117,7 +122,10 @@ def _gated_activation_kernel(
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     QUANTIZES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    let_next_start(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -170,7 +178,7 @@ def _case(size: int, kind: Gate, *, quantizes: bool = False) -> CompileCase:
     }
     block = next_power_of_2(size) if quantizes else _COLUMNS
     constants: dict[str, Any] = {"SIZE": size, "BLOCK": block}
-    constants |= {"KIND": kind, "QUANTIZES": quantizes}
+    constants |= {"KIND": kind, "QUANTIZES": quantizes, "OVERLAPS": True}
     if quantizes:
         signature["out_scale"] = "*fp32"
     else:

@@ -27,6 +27,7 @@ from tokenmill.kernels.gpu.attention_split import (
 )
 from tokenmill.kernels.gpu.attention_tiles import KernelShape
 from tokenmill.kernels.gpu.launch import cdiv, define_op, next_power_of_2
+from tokenmill.kernels.gpu.overlap import overlaps
 
 MAX_HEAD_SIZE = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -141,18 +142,14 @@ def paged_attention(
     config = config or choose_config(num_heads // num_kv_heads, head_size, query.dtype, exact=exact)
     tables = (block_table, seq_lens, query_start_loc)
     factors = (*_score_factors(scale * k_scale, logits_soft_cap), v_scale)
-    call = _Call(query, kv_cache, tables, workspace, sinks, out, factors, config)
+    call = _Call(
+        query, kv_cache, tables, workspace, sinks, out, factors, config, overlaps(query.device)
+    )
     if len(seq_lens) and len(query):
         if not planned:
             sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
-            plan_attention(
-                query_start_loc,
-                seq_lens,
-                workspace,
-                **sizes,
-                config=config,
-                sliding_window=sliding_window,
-            )
+            how: dict[str, Any] = {"config": config, "sliding_window": sliding_window, **sizes}
+            plan_attention(query_start_loc, seq_lens, workspace, **how)
         has_soft_cap = logits_soft_cap is not None
         _attend(call, sliding_window, causal, has_soft_cap, max_query_len, max_seq_len)
 
@@ -201,6 +198,7 @@ class _Call(NamedTuple):
     factors: tuple[float, float, float]
     """Those of scores, and the scale of values."""
     config: AttentionConfig
+    overlaps: bool
 
 
 def _attend(
@@ -250,6 +248,8 @@ def _prefill(call: _Call, shape: KernelShape, split_tokens: int) -> None:
         block_table.stride(0),
         *call.factors,
         shape,
+        call.overlaps,
+        launch_pdl=call.overlaps,
         **call.config.prefill.launch_options,
     )
 
@@ -260,8 +260,8 @@ def _split(call: _Call, shape: KernelShape, max_query_len: int, max_seq_len: int
     plan, partial = _plan_and_partial(call.workspace, num_reqs)
     capacity = len(partial) // (shape.num_kv_heads * (shape.head_size + 2))
     num_partitions = cdiv(max_seq_len, shape.partition)
-    num_programs = call.config.programs_per_sm * _num_multiprocessors(call.query.device)
-    per_head = cdiv(num_programs, shape.num_kv_heads)
+    multiprocessors = _num_multiprocessors(call.query.device)
+    per_head = cdiv(call.config.programs_per_sm * multiprocessors, shape.num_kv_heads)
     split_kernel[(shape.num_kv_heads, min(num_reqs * num_partitions, per_head))](
         call.query,
         call.kv_cache,
@@ -278,6 +278,8 @@ def _split(call: _Call, shape: KernelShape, max_query_len: int, max_seq_len: int
         capacity,
         *call.factors,
         shape,
+        call.overlaps,
+        launch_pdl=call.overlaps,
         **call.config.split.launch_options,
     )
     if num_partitions == 1:
@@ -297,8 +299,10 @@ def _split(call: _Call, shape: KernelShape, max_query_len: int, max_seq_len: int
         rows,
         4 * _MERGE_ROWS // rows,
         shape,
+        call.overlaps,
         num_warps=max(1, min(4, rows * shape.block_d // 128)),
         num_stages=1,
+        launch_pdl=call.overlaps,
     )
 
 
@@ -321,7 +325,7 @@ def _plan_and_partial(workspace: torch.Tensor, num_reqs: int) -> tuple[torch.Ten
 
 
 def _score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """What `_fold_tile` multiplies scores with, and its soft cap."""
+    """What `fold_tile` multiplies scores with, and its soft cap."""
     if soft_cap is None:
         return scale * _LOG2_E, 0.0
     return 2.0 * _LOG2_E * scale / soft_cap, soft_cap * _LOG2_E
@@ -358,6 +362,7 @@ def kernel_shapes(
             block_m=block_m,
             block_n=block_n,
             in_partitions=in_partitions,
+            one_loop=config.one_loop,
         )
 
     split, prefill = config.split, config.prefill
@@ -384,9 +389,8 @@ def _check(
     assert query.shape[1] % (kv_cache.shape[3] * kv_cache.shape[4]) == 0
     assert kv_cache.shape[4] <= MAX_HEAD_SIZE
     assert out.shape == query.shape
-    assert query.stride(1) == out.stride(1) == 1
+    assert query.stride(1) == out.stride(1) == block_table.stride(1) == 1
     assert block_table.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
-    assert block_table.stride(1) == 1
     assert len(block_table) == len(seq_lens) == len(query_start_loc) - 1
     assert seq_lens.is_contiguous()
     assert query_start_loc.is_contiguous()

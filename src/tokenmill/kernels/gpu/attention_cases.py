@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,8 @@ def compile_cases() -> list[CompileCase]:
         _plan_case(),
         *_layer_cases("32:8x128 exact", 32, 8, 128, exact=True),
         *_layer_cases("32:8x128", 32, 8, 128),
+        *_layer_cases("32:8x128 one loop", 32, 8, 128, one_loop=True),
+        *_layer_cases("32:8x128 exact one loop", 32, 8, 128, exact=True, one_loop=True),
         *_layer_cases(
             "28:4x128 float8 blocks of 16", 28, 4, 128, kv_type="*fp8e4nv", block_size=16
         ),
@@ -46,8 +49,10 @@ def _layer_cases(
     has_cap: bool = False,
     has_sinks: bool = False,
     exact: bool = False,
+    one_loop: bool = False,
 ) -> Iterator[CompileCase]:
     config = choose_config(num_heads // num_kv_heads, head_size, dtype, exact=exact)
+    config = replace(config, one_loop=one_loop)
     split, prefill = kernel_shapes(
         num_heads,
         num_kv_heads,
@@ -94,7 +99,7 @@ def shape_cases(
     def case(
         kind: str, kernel: object, signature: dict[str, str], shape: KernelShape, tile: TileConfig
     ) -> CompileCase:
-        constants = {**no_sinks, "S": shape}
+        constants = {**no_sinks, "S": shape, "OVERLAPS": True}
         return CompileCase(
             f"attention {kind} {name}",
             kernel,
@@ -114,7 +119,7 @@ def shape_cases(
         f"attention merge {name}",
         merge_kernel,
         merged | partial | sinks,
-        {**no_sinks, "ROWS": 4, "UNROLL": 16, "S": split},
+        {**no_sinks, "ROWS": 4, "UNROLL": 16, "S": split, "OVERLAPS": True},
         num_warps=4,
         num_stages=1,
     )

@@ -52,6 +52,9 @@ class AttentionConfig:
     instructions do the sums."""
     partition: int = PARTITION
     programs_per_sm: int = PROGRAMS_PER_SM
+    one_loop: bool = False
+    """Whether a split program walks over neighbouring partitions in one loop, so that keys are
+    fetched across their bounds. The bits are the same; to be measured."""
 
     def __post_init__(self) -> None:
         assert self.partition % self.split.block_n == 0

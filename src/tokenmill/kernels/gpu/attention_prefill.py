@@ -17,6 +17,7 @@ from tokenmill.kernels.gpu.attention_tiles import (
     walk,
     walk_partitions,
 )
+from tokenmill.kernels.gpu.overlap import let_next_start, wait_for_previous
 
 
 @triton.jit(
@@ -40,8 +41,11 @@ def prefill_kernel(
     soft_cap: tl.tensor,
     v_scale: tl.tensor,
     S: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Grid (num_kv_heads, at least the number of tiles); tile_starts is a row of the plan."""
+    let_next_start(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     kv_head = tl.program_id(0)
     num_tiles = tl.load(tile_starts + num_reqs)
     if tl.program_id(1) >= num_tiles:

@@ -26,12 +26,15 @@ import triton.language as tl
 from tokenmill.kernels.gpu.attention_tiles import (
     empty_state,
     find_request,
+    fold_tile,
+    load_blocks,
     load_query,
     merge_states,
     normalize,
     store_output,
     walk,
 )
+from tokenmill.kernels.gpu.overlap import let_next_start, wait_for_previous
 
 PLAN_ROWS = 3
 
@@ -122,8 +125,11 @@ def split_kernel(
     soft_cap: tl.tensor,
     v_scale: tl.tensor,
     S: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Grid (num_kv_heads, any number): programs of a head share its items, in order and evenly."""
+    let_next_start(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     kv_head = tl.program_id(0)
     num_items = tl.load(plan + num_reqs)
     item = num_items * tl.program_id(1) // tl.num_programs(1)
@@ -168,22 +174,82 @@ def _attend_run(
     """
     seq_len = sequence[3]
     first, num_partitions = _partitions(seq_len, query_len, S.window, S.partition)
+    last = tl.where(is_whole, num_partitions, run[1])
     begin = seq_len * 0
     if S.window > 0:
         begin = tl.maximum(seq_len - query_len - S.window + 1, 0) // S.block_n * S.block_n
+    merged = empty_state(S.block_m, S)
+    if S.one_loop:
+        begin = tl.maximum((first + run[0]) * S.partition, begin)
+        end = tl.minimum((first + last) * S.partition, seq_len)
+        return _walk_on(q, merged, begin, end, sequence, first, is_whole, place, S)
+    else:  # noqa: RET505  a compiled function's returns must exclude each other
+        acc, peak, total = merged
+        for part in range(run[0], last):
+            part_begin = (first + part) * S.partition
+            part_end = tl.minimum(part_begin + S.partition, seq_len)
+            part_begin = tl.maximum(part_begin, begin)
+            state = walk(q, empty_state(S.block_m, S), part_begin, part_end, sequence, True, S)
+            acc, peak, total = _leave_partition((acc, peak, total), state, is_whole, part, place, S)
+        return acc, peak, total
+
+
+@triton.jit
+def _walk_on(
+    q: tl.tensor,
+    merged: tl.tuple,
+    begin: tl.tensor,
+    end: tl.tensor,
+    sequence: tl.tuple,
+    first: tl.tensor,
+    is_whole: tl.tensor,
+    place: tl.tuple,
+    S: tl.constexpr,
+) -> Any:
+    """Walk from begin to end in one loop: a partition's keys are on their way while one ends."""
+    block_m: tl.constexpr = S.block_m
+    acc, peak, total = merged
+    part, part_peak, part_total = empty_state(block_m, S)
+    table, seq_len = sequence[1], sequence[3]
+    blocks = load_blocks(table, begin, seq_len, S)
+    for key0 in range(begin, end, S.block_n):
+        if (key0 % S.partition == 0) & (key0 != begin):
+            number = key0 // S.partition - 1 - first
+            state = (part, part_peak, part_total)
+            acc, peak, total = _leave_partition(
+                (acc, peak, total), state, is_whole, number, place, S
+            )
+            # With its peak the next tile scales the old sum by 0.
+            part_peak = tl.full([block_m], -float("inf"), tl.float32)
+            part_total = tl.zeros([block_m], tl.float32)
+        next_blocks = load_blocks(table, key0 + S.block_n, seq_len, S)
+        part, part_peak, part_total = fold_tile(
+            q, part, part_peak, part_total, key0, blocks, sequence, True, S
+        )
+        blocks = next_blocks
+    number = tl.cdiv(end, S.partition) - 1 - first
+    state = (part, part_peak, part_total)
+    return _leave_partition((acc, peak, total), state, is_whole, number, place, S)
+
+
+@triton.jit
+def _leave_partition(
+    merged: tl.tuple,
+    state: tl.tuple,
+    is_whole: tl.tensor,
+    number: tl.tensor,
+    place: tl.tuple,
+    S: tl.constexpr,
+) -> Any:
+    """The merged state with that of a partition; of a request in parts it is stored instead."""
     workspace, capacity, first_row, num_rows, kv_head = place
-    rows = tl.arange(0, S.block_m)
-    acc, peak, total = empty_state(S.block_m, S)
-    for part in range(run[0], tl.where(is_whole, num_partitions, run[1])):
-        part_begin = (first + part) * S.partition
-        part_end = tl.minimum(part_begin + S.partition, seq_len)
-        part_begin = tl.maximum(part_begin, begin)
-        state = walk(q, empty_state(S.block_m, S), part_begin, part_end, sequence, True, S)
-        if is_whole:
-            acc, peak, total = merge_states((acc, peak, total), state)
-        else:
-            places = (first_row + part * num_rows + rows).to(tl.int64) * S.num_kv_heads + kv_head
-            _store_partial(workspace, capacity, places, rows < num_rows, state, S)
+    acc, peak, total = merged
+    if is_whole:
+        acc, peak, total = merge_states((acc, peak, total), state)
+    else:
+        rows = tl.arange(0, S.block_m)
+        places = (first_row + number * num_rows + rows).to(tl.int64) * S.num_kv_heads + kv_head
+        _store_partial(workspace, capacity, places, rows < num_rows, state, S)
     return acc, peak, total
 
 
@@ -243,11 +309,14 @@ def merge_kernel(
     ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
     S: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Grid (num_kv_heads, num_reqs, rows of a request / ROWS).
 
     The loads of UNROLL partitions are under way together.
     """
+    let_next_start(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     kv_head = tl.program_id(0)
     req = tl.program_id(1)
     num_parts = tl.load(plan + req + 1) - tl.load(plan + req)

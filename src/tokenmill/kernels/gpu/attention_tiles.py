@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+_REQUESTS_AT_ONCE = tl.constexpr(256)
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -56,6 +57,8 @@ class KernelShape:
     """Keys of a tile."""
     in_partitions: bool
     """Whether a tile of queries walks partition by partition."""
+    one_loop: bool
+    """Whether a program walks over neighbouring partitions in one loop; the bits are the same."""
 
     @property
     def tile_tokens(self) -> int:
@@ -79,14 +82,13 @@ def find_request(starts: tl.tensor, item: tl.tensor, num_reqs: tl.tensor) -> Any
 
     starts is int32 [num_reqs + 1]; the item is one of starts[num_reqs].
     """
-    low = 0
-    high = num_reqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_before = tl.load(starts + middle) <= item
-        low = tl.where(is_before, middle, low)
-        high = tl.where(is_before, high, middle)
-    return low
+    # All of them at once: a bisection's loads would wait for each other.
+    found = num_reqs * 0
+    for first in range(0, num_reqs, _REQUESTS_AT_ONCE):
+        places = first + tl.arange(0, _REQUESTS_AT_ONCE)
+        begins = tl.load(starts + places, mask=places < num_reqs, other=2147483647)
+        found += tl.sum((begins <= item).to(tl.int32), 0)
+    return found - 1
 
 
 @triton.jit
@@ -146,7 +148,7 @@ def row_offsets(
 
 
 @triton.jit
-def _load_blocks(
+def load_blocks(
     table: tl.tensor, key0: tl.tensor, seq_len: tl.tensor, S: tl.constexpr
 ) -> tl.tensor:
     """The cache blocks of a tile: one, or one for each key; 0 behind the sequence.
@@ -223,7 +225,7 @@ def _hide(
 
 
 @triton.jit
-def _fold_tile(
+def fold_tile(
     q: tl.tensor,
     acc: tl.tensor,
     peak: tl.tensor,
@@ -329,10 +331,10 @@ def walk(
     """
     acc, peak, total = state
     table, seq_len = sequence[1], sequence[3]
-    blocks = _load_blocks(table, begin, seq_len, S)
+    blocks = load_blocks(table, begin, seq_len, S)
     for key0 in range(begin, end, S.block_n):
-        next_blocks = _load_blocks(table, key0 + S.block_n, seq_len, S)
-        acc, peak, total = _fold_tile(q, acc, peak, total, key0, blocks, sequence, MASKED, S)
+        next_blocks = load_blocks(table, key0 + S.block_n, seq_len, S)
+        acc, peak, total = fold_tile(q, acc, peak, total, key0, blocks, sequence, MASKED, S)
         blocks = next_blocks
     return acc, peak, total
 
@@ -353,7 +355,7 @@ def walk_partitions(
     acc, peak, total = merged
     part, part_peak, part_total = state
     table, seq_len = sequence[1], sequence[3]
-    blocks = _load_blocks(table, begin, seq_len, S)
+    blocks = load_blocks(table, begin, seq_len, S)
     for key0 in range(begin, end, S.block_n):
         # Here, not behind the product: there the compiler would read it before it is complete.
         if key0 % S.partition == 0:
@@ -361,8 +363,8 @@ def walk_partitions(
             # With its peak the next tile scales the old sum by 0.
             part_peak = tl.full([block_m], -float("inf"), tl.float32)
             part_total = tl.zeros([block_m], tl.float32)
-        next_blocks = _load_blocks(table, key0 + S.block_n, seq_len, S)
-        part, part_peak, part_total = _fold_tile(
+        next_blocks = load_blocks(table, key0 + S.block_n, seq_len, S)
+        part, part_peak, part_total = fold_tile(
             q, part, part_peak, part_total, key0, blocks, sequence, MASKED, S
         )
         blocks = next_blocks

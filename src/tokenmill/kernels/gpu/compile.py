@@ -83,6 +83,8 @@ def compile_case(case: CompileCase, arch: int) -> CompiledSize:
     )
     if found := early_reads(compiled.asm["ttgir"]):
         raise RuntimeError(f"products are read before they are complete: {'; '.join(found)}")
+    if found := accesses_before_wait(compiled.asm["ptx"], case.reads_weights_early):
+        raise RuntimeError(f"comes before the wait for the previous kernel: {'; '.join(found)}")
     registers, stack_bytes = _resources(compiled.asm["cubin"])
     return CompiledSize(
         registers, stack_bytes, compiled.metadata.shared, len(compiled.asm["cubin"])
@@ -104,6 +106,30 @@ def early_reads(ttgir: str) -> list[str]:
         first_use = next((use for use in lines[place + 1 :] if name.search(use)), "scf.yield")
         if not re.search(r"warp_group_dot|scf\.yield", first_use):
             found.append(first_use.strip())
+    return found
+
+
+_ACCESS = re.compile(
+    r"^\s*(?:@!?%p\d+ )?((?P<load>ld\.global|ld\.relaxed|ld\.acquire)|st\.global|red\.|atom\."
+    r"|cp\.async\.(?!bulk\.prefetch)|cp\.reduce|ret;)"
+)
+
+
+def accesses_before_wait(ptx: str, reads_weights_early: bool = False) -> list[str]:
+    """What a kernel that starts early (`overlap.py`) does in front of its wait, and must not.
+
+    It must neither touch memory there nor return; it may load if it `reads_weights_early`.
+    """
+    if "griddepcontrol" not in ptx:
+        return []
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    if not wait:
+        return ["it never waits"]
+    found = []
+    for line in before.splitlines():
+        access = _ACCESS.match(line)
+        if access is not None and not (reads_weights_early and access["load"]):
+            found.append(line.strip())
     return found
 
 

@@ -73,6 +73,10 @@ class TileConfig:
     """Tiles are fetched by the copy engine, where the tensors' alignment allows it."""
     most_imprecise: int = 0
     """See `ProductPlan`."""
+    early_bytes: int = 0
+    """Of a program's part of the weight; they are fetched to L2 while the kernel in front still
+    runs (`overlap.py`). What is in the L2 by then was free; too much would drive out other things.
+    """
 
     @property
     def instruction(self) -> Instruction:
@@ -96,12 +100,17 @@ ANY_ROWS = 1 << 62
 ONE_WAVE = 112
 """Programs that keep most of the 132 multiprocessors of an H200 at work."""
 HALF_WAVE = 67
+EARLY_BYTES = 64 << 10
+"""Where products wait for memory, not for the matrix units."""
 TWO_WAVES = 192
 """Programs enough for two on many a multiprocessor: one loads while the other multiplies."""
 
 
 def _few(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> TileConfig:
-    return TileConfig(block_m, block_n, block_k, warps, stages, True, segments_in_grid=True)
+    return TileConfig(
+        block_m, block_n, block_k, warps, stages, True, segments_in_grid=True,
+        early_bytes=EARLY_BYTES if block_m <= 64 else 0,
+    )  # fmt: skip
 
 
 def _many(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> TileConfig:
@@ -201,9 +210,16 @@ class ProductPlan:
     most_imprecise: int
     """Float8 products that are added in the matrix unit, which keeps few bits, before a sum goes to
     float32; 0 for other types."""
+    overlaps: bool
+    """The kernel may start before the one in front of it has ended."""
+    early_bytes: int
+    early_pieces: int
+    """Into so many a row's early bytes are cut, so that each thread asks for one."""
 
 
-def plan_product(tile: TileConfig, num_segments: int, depth: int, aligned: bool) -> ProductPlan:
+def plan_product(
+    tile: TileConfig, num_segments: int, depth: int, *, aligned: bool, overlaps: bool
+) -> ProductPlan:
     """The constants of a product; `aligned` tensors can be fetched by the copy engine."""
     return ProductPlan(
         block_m=tile.block_m,
@@ -216,6 +232,9 @@ def plan_product(tile: TileConfig, num_segments: int, depth: int, aligned: bool)
         by_descriptor=tile.use_descriptors and aligned,
         is_even=depth % tile.block_k == 0,
         most_imprecise=tile.most_imprecise,
+        overlaps=overlaps,
+        early_bytes=tile.early_bytes if aligned and overlaps else 0,
+        early_pieces=max(1, 32 * tile.num_warps // tile.block_n),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from tokenmill.kernels.gpu.gemm_config import (
     ANY_ROWS,
+    EARLY_BYTES,
     HALF_WAVE,
     TWO_WAVES,
     Choice,
@@ -28,7 +29,10 @@ from tokenmill.kernels.gpu.row_quantization import quantize_rows_reference
 
 
 def _few(block_m: int, block_n: int, warps: int, stages: int) -> TileConfig:
-    return TileConfig(block_m, block_n, 128, warps, stages, True, True, most_imprecise=128)
+    return TileConfig(
+        block_m, block_n, 128, warps, stages, True, True, most_imprecise=128,
+        early_bytes=EARLY_BYTES if block_m <= 64 else 0,
+    )  # fmt: skip
 
 
 FP8_TILES: Table[TileConfig] = (

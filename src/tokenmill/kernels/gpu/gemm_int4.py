@@ -29,6 +29,7 @@ from tokenmill.kernels.gpu.gemm_config import (
 from tokenmill.kernels.gpu.gemm_tiles import leave_segment, sum_segments, tile_of_program
 from tokenmill.kernels.gpu.int4 import DEPTH_MULTIPLE, PackedInt4, half_unit
 from tokenmill.kernels.gpu.launch import CompileCase, cdiv, define_op
+from tokenmill.kernels.gpu.overlap import let_next_start, overlaps, wait_for_previous
 
 _STEP = tl.constexpr(DEPTH_MULTIPLE)
 
@@ -133,8 +134,10 @@ def matmul_int4(
         x.stride(0),
         out.stride(0),
         P=plan,
+        OVERLAPS=overlaps(x.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        launch_pdl=overlaps(x.device),
     )
 
 
@@ -281,7 +284,10 @@ def _matmul_int4_kernel(
     x_stride: tl.tensor,
     out_stride: tl.tensor,
     P: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    let_next_start(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     M: tl.constexpr = P.block_m
     N: tl.constexpr = P.block_n
     NUM_SEGMENTS: tl.constexpr = P.num_segments
@@ -375,7 +381,11 @@ def _compile_case(tile: Int4Tile, num_segments: int, group_size: int) -> Compile
             "num_rows": "i32",
             **dict.fromkeys(sizes, "i32:16"),
         },
-        {"bias": None, "P": _plan(tile, group_size, num_segments, is_even=True)},
+        {
+            "bias": None,
+            "P": _plan(tile, group_size, num_segments, is_even=True),
+            "OVERLAPS": True,
+        },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -387,4 +387,5 @@ def _compile_case(
         constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        reads_weights_early=True,
     )

@@ -21,6 +21,12 @@ from tokenmill.kernels.gpu.gemm_config import (
     segment_depth,
 )
 from tokenmill.kernels.gpu.launch import CompileCase, cdiv
+from tokenmill.kernels.gpu.overlap import (
+    fetch_to_l2,
+    let_next_start,
+    overlaps,
+    wait_for_previous,
+)
 
 
 def launch_product(
@@ -58,13 +64,20 @@ def launch_product(
     tile = tile or pick_tile(table, num_rows, num_columns, num_segments)
     # No step crosses into another segment.
     assert num_segments == 1 or per_segment % tile.block_k == 0
-    plan = plan_product(tile, num_segments, depth, _fit_descriptors(x, weight))
+    plan = plan_product(
+        tile,
+        num_segments,
+        depth,
+        aligned=_fit_descriptors(x, weight),
+        overlaps=overlaps(x.device),
+    )
     num_tiles = cdiv(num_rows, tile.block_m) * cdiv(num_columns, tile.block_n)
     if plan.segments_in_grid:
         assert workspace.holds(num_tiles, num_segments, tile.block_m * tile.block_n)
     product_kernel[(num_tiles * (plan.num_segments if plan.segments_in_grid else 1),)](
         _descriptor(x, tile.block_m, tile.block_k) if plan.by_descriptor else x,
         _descriptor(weight, tile.block_n, tile.block_k) if plan.by_descriptor else weight,
+        weight if plan.early_bytes else None,
         x_scale,
         weight_scale,
         bias,
@@ -80,6 +93,7 @@ def launch_product(
         P=plan,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        launch_pdl=plan.overlaps,
     )
 
 
@@ -109,6 +123,25 @@ def tile_of_program(
     group_size = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
     within = program % (GROUP_M * tiles_n)
     return group * GROUP_M + within % group_size, within // group_size
+
+
+@triton.jit
+def _fetch_early(
+    weight: tl.tensor,
+    columns: tl.tensor,
+    num_columns: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    depth: tl.tensor,
+    P: tl.constexpr,
+) -> None:
+    """Have the first bytes of a program's part of the weight, rows x [begin, end), come to L2."""
+    VALUE_BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    PIECE: tl.constexpr = P.early_bytes // (P.block_n * P.early_pieces * VALUE_BYTES)
+    starts = begin + tl.arange(0, P.early_pieces)[None, :] * PIECE
+    num_values = tl.minimum(end - starts, PIECE)
+    num_values = tl.where((columns < num_columns)[:, None], num_values, 0)
+    fetch_to_l2(weight + columns.to(tl.int64)[:, None] * depth + starts, num_values * VALUE_BYTES)
 
 
 @triton.jit
@@ -238,6 +271,7 @@ def _store_tile(
 def product_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    weight_data: tl.tensor,
     x_scale: tl.tensor,
     weight_scale: tl.tensor,
     bias: tl.tensor,
@@ -271,18 +305,27 @@ def product_kernel(
         depth,
     )
     target = (rows, columns, num_rows, num_columns, out_stride)
-
+    segment = 0
+    begin = 0
+    end = depth
     if P.segments_in_grid:
         segment = program % P.num_segments
         begin = segment * segment_depth
-        total = _segment_sum(operands, begin, tl.minimum(begin + segment_depth, depth), P)
+        end = tl.minimum(begin + segment_depth, depth)
+
+    let_next_start(P.overlaps)
+    if P.early_bytes > 0:
+        _fetch_early(weight_data, columns, num_columns, begin, end, depth, P)
+    wait_for_previous(P.overlaps)
+    if P.segments_in_grid:
+        total = _segment_sum(operands, begin, end, P)
         if leave_segment(total, partial, arrivals, tile, segment, P.num_segments):
             merged = sum_segments(
                 partial, arrivals, tile, P.num_segments, total.shape[0], total.shape[1]
             )
             _store_tile(merged, x_scale, weight_scale, bias, out, target, P)
     elif P.num_segments == 1:
-        total = _segment_sum(operands, 0, depth, P)
+        total = _segment_sum(operands, begin, end, P)
         _store_tile(total, x_scale, weight_scale, bias, out, target, P)
     else:
         total = _all_segments(operands, depth, segment_depth, P)
@@ -293,13 +336,18 @@ def product_case(
     name: str, tile: TileConfig, num_segments: int, dtype: str, out_dtype: str, *, scaled: bool
 ) -> CompileCase:
     """The kernel as `launch_product` launches it on large aligned tensors without a bias."""
-    plan = plan_product(tile, num_segments, 4096, aligned=True)
+    plan = plan_product(tile, num_segments, 4096, aligned=True, overlaps=True)
     x, weight = f"*{dtype}", f"*{dtype}"
     if plan.by_descriptor:
         x = f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>"
         weight = f"tensordesc<{dtype}[{tile.block_n}, {tile.block_k}]>"
     sizes = ("num_columns", "depth", "segment_depth", "x_stride", "out_stride")
-    constants = {"bias": None, "P": plan}
+    constants: dict[str, object] = {"bias": None, "P": plan}
+    early: dict[str, str] = {}
+    if plan.early_bytes:
+        early = {"weight_data": f"*{dtype}"}
+    else:
+        constants["weight_data"] = None
     scales: dict[str, str] = {}
     if scaled:
         scales = {"x_scale": "*fp32", "weight_scale": "*fp32"}
@@ -316,6 +364,7 @@ def product_case(
             "partial": "*fp32",
             "arrivals": "*i32",
             "num_rows": "i32",
+            **early,
             **scales,
             **dict.fromkeys(sizes, "i32:16"),
         },

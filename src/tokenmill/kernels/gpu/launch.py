@@ -63,3 +63,5 @@ class CompileCase:
     num_stages: int = 3
     max_registers: int | None = None
     """Of a thread; what a launch calls `maxnreg`."""
+    reads_weights_early: bool = False
+    """Whether it loads weights before the kernel in front of it has ended (`overlap.py`)."""

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.launch import CompileCase, define_op, next_power_of_2
+from tokenmill.kernels.gpu.overlap import let_next_start, overlaps, wait_for_previous
 from tokenmill.kernels.gpu.row_quantization import (
     check_quantized,
     quantize_rows_reference,
@@ -128,8 +129,10 @@ def _launch(
         BLOCK=block,
         STARTS_STREAM=starts_stream,
         QUANTIZES=out_scale is not None,
+        OVERLAPS=overlaps(x.device),
         num_warps=warps_of_row(block),
         num_stages=1,
+        launch_pdl=overlaps(x.device),
     )
 
 
@@ -147,10 +150,14 @@ def _add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     STARTS_STREAM: tl.constexpr,
     QUANTIZES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
+    let_next_start(OVERLAPS)
+    factors = tl.load(weight + column, mask=mask, other=0.0)
+    wait_for_previous(OVERLAPS)
     total = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     stream = residual + row * SIZE + column
     if not STARTS_STREAM:
@@ -159,7 +166,7 @@ def _add_rms_norm_kernel(
 
     mean_square = tl.sum(total * total, axis=0) / SIZE
     scaled = total * (1.0 / tl.sqrt_rn(mean_square + eps))
-    normed = scaled * tl.load(weight + column, mask=mask, other=0.0)
+    normed = scaled * factors
     target = out + row * out_stride + column
     if QUANTIZES:
         store_quantized(normed, mask, target, out_scale + row)
@@ -207,6 +214,7 @@ def _case(size: int, *, starts_stream: bool = False, quantizes: bool = False) ->
         "BLOCK": next_power_of_2(size),
         "STARTS_STREAM": starts_stream,
         "QUANTIZES": quantizes,
+        "OVERLAPS": True,
     }
     if quantizes:
         signature["out_scale"] = "*fp32"
@@ -215,4 +223,12 @@ def _case(size: int, *, starts_stream: bool = False, quantizes: bool = False) ->
     name = f"add_rms_norm {size}"
     name += " starts" * starts_stream + " quantizes" * quantizes
     warps = warps_of_row(next_power_of_2(size))
-    return CompileCase(name, _add_rms_norm_kernel, signature, constants, warps, num_stages=1)
+    return CompileCase(
+        name,
+        _add_rms_norm_kernel,
+        signature,
+        constants,
+        warps,
+        num_stages=1,
+        reads_weights_early=True,
+    )

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.launch import CompileCase, cdiv, define_op, next_power_of_2
+from tokenmill.kernels.gpu.overlap import let_next_start, overlaps, wait_for_previous
 from tokenmill.kernels.rotary import apply_rotary
 
 _VALUES = 1024
@@ -83,8 +84,10 @@ def rotate_and_write_kv(
         HEAD_SIZE=head_size,
         HALF=cos.shape[1],
         HEADS=heads,
+        OVERLAPS=overlaps(key.device),
         num_warps=_NUM_WARPS,
         num_stages=1,
+        launch_pdl=overlaps(key.device),
     )
 
 
@@ -125,8 +128,10 @@ def write_kv(
         HEAD_SIZE=head_size,
         HALF=0,
         HEADS=heads,
+        OVERLAPS=overlaps(key.device),
         num_warps=_NUM_WARPS,
         num_stages=1,
+        launch_pdl=overlaps(key.device),
     )
 
 
@@ -294,12 +299,15 @@ def _rope_kv_kernel(
     HEAD_SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Without queries if NUM_HEADS is 0, without rotation if HALF is 0."""
     QUERY_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     ROW: tl.constexpr = NUM_KV_HEADS * HEAD_SIZE
     token = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
+    let_next_start(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     cos_row = cos
     sin_row = sin
     if HALF > 0:
@@ -372,6 +380,7 @@ def _case(
         "HEAD_SIZE": head_size,
         "HALF": half,
         "HEADS": _heads_of_program(num_heads, num_kv_heads, head_size),
+        "OVERLAPS": True,
     }
     if num_heads:
         signature |= of_query

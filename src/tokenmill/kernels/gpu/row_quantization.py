@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tokenmill.kernels.gpu.launch import CompileCase, define_op, next_power_of_2
+from tokenmill.kernels.gpu.overlap import let_next_start, overlaps, wait_for_previous
 
 LARGEST_CODE = 448.0
 """The largest number of e4m3; a row's largest magnitude becomes it."""
@@ -44,8 +45,10 @@ def quantize_rows(x: torch.Tensor, out_q: torch.Tensor, out_scale: torch.Tensor)
         out_q.stride(0),
         SIZE=size,
         BLOCK=block,
+        OVERLAPS=overlaps(x.device),
         num_warps=warps_of_row(block),
         num_stages=1,
+        launch_pdl=overlaps(x.device),
     )
 
 
@@ -102,7 +105,10 @@ def _quantize_rows_kernel(
     out_stride: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
+    let_next_start(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -129,7 +135,7 @@ def compile_cases() -> list[CompileCase]:
                 "x_stride": "i32:16",
                 "out_stride": "i32:16",
             },
-            {"SIZE": size, "BLOCK": next_power_of_2(size)},
+            {"SIZE": size, "BLOCK": next_power_of_2(size), "OVERLAPS": True},
             num_warps=warps_of_row(next_power_of_2(size)),
             num_stages=1,
         )

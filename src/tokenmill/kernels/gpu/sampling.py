@@ -104,7 +104,8 @@ def sample(
     if num_rows == 0:
         return
     chunk_values, chunk_ids, state, listed = workspace
-    filters = any_random and any_filter
+    # The only token of a vocabulary stays, whatever the filters are.
+    filters = any_random and any_filter and vocab_size > 1
     chunk = chunk_of(num_rows, vocab_size)
     grid = (cdiv(vocab_size, chunk), num_rows)
     chunks = (chunk_values, chunk_ids, state)
