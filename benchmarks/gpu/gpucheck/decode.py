@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpucheck.driving import Capture, Driver, Steps, capture_counted
 from gpucheck.limits import BANDWIDTH, MATMUL
-from gpucheck.models import Shape, engine
-from gpucheck.profile import profiled_steps
+from gpucheck.models import SMALLER, Shape, Stored, engine
+from gpucheck.profile import profiled_host, profiled_steps
 from gpucheck.report import Budget, Report, Row
 from gpucheck.timing import synchronize
 
@@ -39,9 +39,31 @@ def run(
     shape: Shape, device: str, report: Report, budget: Budget, *, quick: bool, with_profile: bool
 ) -> Iterator[Row]:
     what = load(shape, quick=quick)
-    yield from _rates(shape, device, report, budget, what, exact=False, with_profile=with_profile)
-    budget.check(20.0 if device == "cuda" else 0.0)
-    yield from _rates(shape, device, report, budget, what, exact=True, with_profile=False)
+    on_gpu = device == "cuda"
+    few = (what.nums_requests[0],)
+    some = tuple(dict.fromkeys((*few, what.nums_requests[-2])))
+    enough = 15.0 if on_gpu else 0.0
+    yield from _rates(shape, device, report, budget, what, _Manner(), with_profile=with_profile)
+    manners = [
+        _Manner("exact mode", {"exact": True}, few if quick else some),
+        # What a CPU takes instead is not what is measured here.
+        *(_Manner(s.name, s.settings, few, s) for s in (SMALLER if on_gpu else ())),
+        _Manner("without graphs", {"enforce_eager": True}, few),
+    ]
+    for manner in manners:
+        budget.check(enough)
+        yield from _rates(shape, device, report, budget, what, manner)
+
+
+@dataclass(frozen=True, slots=True)
+class _Manner:
+    """How an engine is built, and what is measured of it."""
+
+    name: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    nums_requests: tuple[int, ...] = ()
+    """None of them are all."""
+    stored: Stored = field(default_factory=Stored)
 
 
 def _rates(
@@ -50,41 +72,42 @@ def _rates(
     report: Report,
     budget: Budget,
     what: Load,
+    manner: _Manner,
     *,
-    exact: bool,
-    with_profile: bool,
+    with_profile: bool = False,
 ) -> Iterator[Row]:
-    nums_requests = what.nums_requests[::2] if exact else what.nums_requests
+    nums_requests = manner.nums_requests or what.nums_requests
     most = max(nums_requests)
-    name = f"{shape.name}, exact mode" if exact else shape.name
+    name = f"{shape.name}, {manner.name}" if manner.name else shape.name
     begin = time.perf_counter()
-    with (
-        capture_counted(device) as capture,
-        engine(shape, device, **settings(what, most), exact=exact) as llm,
-    ):
+    built_with = {"exact": False} | settings(what, most) | manner.settings
+    with capture_counted(device) as capture, engine(shape, device, **built_with) as llm:
         synchronize(device)
-        yield _built(name, shape, time.perf_counter() - begin, capture)
+        seconds = time.perf_counter() - begin
+        yield _built(name, shape.decode_bytes(0, manner.stored), seconds, capture)
         driver = Driver(llm, device)
         for num_requests in nums_requests:
             budget.check(3.0)
             steps = measure(driver, what, num_requests, temperature=0.0)
-            yield decode_row(report, shape, f"{name}, {num_requests}", num_requests, steps)
+            least = least_ms(report, shape, steps, num_requests, manner.stored)
+            yield decode_row(f"{name}, {num_requests}", steps, num_requests, least)
             if with_profile:
-                profiles = report.profiles
-                profiles[f"{name}, {num_requests}"] = profiled(driver, what, num_requests)
+                kernels, functions = profiled(driver, what, num_requests)
+                report.profiles[f"{name}, {num_requests}"] = kernels
+                report.profiles[f"{name}, {num_requests}, host"] = functions
                 report.save()
-        if exact:
+        if manner.name:
             return
         for num_requests in dict.fromkeys((nums_requests[0], most)):
             budget.check(3.0)
             steps = measure(driver, what, num_requests, **SAMPLED)
-            case = f"{name}, {num_requests}, sampled"
-            yield decode_row(report, shape, case, num_requests, steps)
+            least = least_ms(report, shape, steps, num_requests, manner.stored)
+            yield decode_row(f"{name}, {num_requests}, sampled", steps, num_requests, least)
 
 
 def settings(what: Load, most: int) -> dict[str, Any]:
     # While the others' prompts are computed, the first requests decode already.
-    length = what.prompt_len + what.num_warm + what.num_timed + 128
+    length = what.prompt_len + what.num_warm + what.num_timed + 256
     return {
         "max_num_seqs": most,
         "max_model_len": -(-length // 64) * 64,
@@ -94,12 +117,15 @@ def settings(what: Load, most: int) -> dict[str, Any]:
     }
 
 
-def profiled(driver: Driver, what: Load, num_requests: int) -> list[dict[str, Any]]:
-    """The kernels of a step of so many requests."""
+def profiled(
+    driver: Driver, what: Load, num_requests: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The kernels of a step of so many requests, and the functions of the host."""
     _begin(driver, what, num_requests, temperature=0.0)
     kernels = profiled_steps(driver)
+    functions = profiled_host(driver)
     driver.clear()
-    return kernels
+    return kernels, functions
 
 
 def _begin(driver: Driver, what: Load, num_requests: int, **params: Any) -> None:
@@ -117,12 +143,12 @@ def measure(driver: Driver, what: Load, num_requests: int, **params: Any) -> Ste
     return steps
 
 
-def decode_row(report: Report, shape: Shape, case: str, num_requests: int, steps: Steps) -> Row:
+def decode_row(case: str, steps: Steps, num_requests: int, least: float | None) -> Row:
     return Row(
         "decode",
         case,
         steps.ms,
-        least_ms(report, shape, num_requests, steps.mean_cached_tokens),
+        least,
         # Each step brings every request a token.
         ok=steps.num_tokens == num_requests * steps.num_steps,
         figures={
@@ -135,24 +161,24 @@ def decode_row(report: Report, shape: Shape, case: str, num_requests: int, steps
 
 
 def least_ms(
-    report: Report, shape: Shape, num_requests: int, num_cached_tokens: float
+    report: Report, shape: Shape, steps: Steps, num_requests: int, stored: Stored
 ) -> float | None:
     """A step at the card's limits: its bytes or its products, whichever take longer."""
     bandwidth, matmul = report.limit(BANDWIDTH), report.limit(MATMUL)
     if bandwidth is None or matmul is None:
         return None
-    moving = shape.decode_bytes(num_cached_tokens) / bandwidth
-    computing = shape.decode_flops(num_requests, num_cached_tokens) / matmul
+    moving = shape.decode_bytes(steps.mean_cached_tokens, stored) / bandwidth
+    computing = shape.decode_flops(num_requests, steps.mean_cached_tokens) / matmul
     return max(moving, computing) * 1e3
 
 
-def _built(name: str, shape: Shape, seconds: float, capture: Capture) -> Row:
+def _built(name: str, num_bytes: float, seconds: float, capture: Capture) -> Row:
     return Row(
         "decode",
         f"{name}, start",
         seconds * 1e3,
         figures={
-            "weights GB": shape.decode_bytes(0) / 1e9,
+            "weights GB": num_bytes / 1e9,
             "capture s": capture.seconds,
             "capture MiB": capture.num_bytes / (1 << 20),
         },

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpucheck.driving import graph_stats
-from gpucheck.models import Shape, engine, prompt
+from gpucheck.models import SMALLER, Shape, engine, prompt
 from gpucheck.report import Budget, Row
 
 NUM_LAYERS = 2
@@ -72,18 +72,24 @@ def _beside_reference(
     """Log-probabilities of prompts: torch in float32 on the CPU, then the device."""
     with engine(shape, "cpu", **(settings | {"dtype": "float32"})) as llm:
         expected = _prompt_logprobs(llm)
-    for exact in (False, True):
+    ways: list[tuple[str, dict[str, Any], float]] = [
+        ("", {"exact": False}, TOLERANCE),
+        (", exact mode", {"exact": True}, TOLERANCE),
+    ]
+    if device == "cuda":
+        ways += [(f", {s.name}", s.settings, s.tolerance) for s in SMALLER]
+    for name, changed, tolerance in ways:
         budget.check(5.0)
-        with engine(shape, device, **settings, exact=exact) as llm:
+        with engine(shape, device, **(settings | changed)) as llm:
             found = _prompt_logprobs(llm)
         error = _relative_error(found, expected)
         yield Row(
             "exact",
-            f"{_named(shape)}, beside float32{', exact mode' if exact else ''}",
-            ok=math.isfinite(error) and error < TOLERANCE,
+            f"{_named(shape)}, beside float32{name}",
+            ok=math.isfinite(error) and error < tolerance,
             figures={
                 "error": error,
-                "allowed": TOLERANCE,
+                "allowed": tolerance,
                 "worst": max(abs(a - b) for a, b in zip(found, expected, strict=True)),
                 "values": len(found),
             },

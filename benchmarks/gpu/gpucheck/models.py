@@ -6,11 +6,34 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How an engine keeps weights of layers and the KV cache; the head stays bfloat16."""
+
+    name: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the engine."""
+    weight_bytes: float = BF16_BYTES
+    """Of a value, scales included."""
+    kv_bytes: float = BF16_BYTES
+    tolerance: float = 0.0
+    """Of log-probabilities beside float32, see `exactness.py`; what its rounding takes, and room
+    for little else."""
+
+
+SMALLER = (
+    Stored("fp8", {"quantization": "fp8"}, weight_bytes=1.0, tolerance=0.12),
+    # Four bits, and for 32 values a scale and a minimum in bfloat16.
+    Stored("int4", {"quantization": "int4"}, weight_bytes=0.5 + 4 / 32, tolerance=0.3),
+    Stored("fp8 KV cache", {"kv_cache_dtype": "fp8"}, kv_bytes=1.0, tolerance=0.12),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +86,12 @@ class Shape:
     def kv_bytes_per_token(self) -> int:
         return self.num_layers * 2 * self.num_kv_heads * self.head_size * BF16_BYTES
 
-    def decode_bytes(self, num_cached_tokens: float) -> float:
+    def decode_bytes(self, num_cached_tokens: float, stored: Stored | None = None) -> float:
         """What one step of decoding reads: every weight once, and the requests' keys and values."""
-        weights = (self.layer_values + self.head_values) * BF16_BYTES
-        return weights + num_cached_tokens * self.kv_bytes_per_token
+        stored = stored or Stored()
+        weights = self.layer_values * stored.weight_bytes + self.head_values * BF16_BYTES
+        cached = num_cached_tokens * self.kv_bytes_per_token
+        return weights + cached * stored.kv_bytes / BF16_BYTES
 
     def decode_flops(self, num_requests: int, num_cached_tokens: float) -> float:
         """Of one step of decoding."""

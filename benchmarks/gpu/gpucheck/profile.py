@@ -1,7 +1,9 @@
-"""Which kernels a step spends its time in, as torch's profiler sees them."""
+"""Where a step's time goes: kernels, as torch's profiler sees them, and functions of the host."""
 
 from __future__ import annotations
 
+import cProfile
+from pathlib import Path
 from typing import Any
 
 from torch._C._profiler import _ExperimentalConfig
@@ -11,7 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 from gpucheck.driving import Driver
 
 NUM_STEPS = 8
+NUM_HOST_STEPS = {"cuda": 100, "cpu": 3}
 NUM_SHOWN = 25
+NUM_HOST_SHOWN = 60
 _NAME_LENGTH = 80
 
 
@@ -49,3 +53,30 @@ def _row(name: str, microseconds: float, count: float, step: float) -> dict[str,
         "calls a step": count,
         "of the step": microseconds / step,
     }
+
+
+def profiled_host(driver: Driver) -> list[dict[str, Any]]:
+    """The host's functions in a step by their own time, the longest first.
+
+    Python's profiler makes calls slower than they are, those of small functions most.
+    """
+    profiler, num_steps = cProfile.Profile(), NUM_HOST_STEPS[driver.device]
+    profiler.enable()
+    steps = driver.decode(num_steps)
+    profiler.disable()
+    found = []
+    for entry in profiler.getstats():
+        code = entry.code
+        name = code if isinstance(code, str) else f"{Path(code.co_filename).name}: {code.co_name}"
+        found.append((entry.inlinetime, entry.totaltime, entry.callcount, name))
+    found.sort(reverse=True)
+    return [
+        {
+            "function": name[:_NAME_LENGTH],
+            "us a step": own / num_steps * 1e6,
+            "with what it calls": total / num_steps * 1e6,
+            "calls a step": calls / num_steps,
+            "of the step": own * 1e3 / num_steps / steps.ms,
+        }
+        for own, total, calls, name in found[:NUM_HOST_SHOWN]
+    ]
