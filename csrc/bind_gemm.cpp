@@ -7,12 +7,14 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "bind_rows.h"
+#include "block_formats.h"
 #include "gemm_kernels.h"
 #include "gemm_limits.h"
 #include "isa.h"
@@ -32,16 +34,27 @@ using Bias = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu
 template <class T>
 bool is_float32(const T& tensor) { return tensor.dtype() == nb::dtype<float>(); }
 
+SourceRows::Type source_type(const ReadTensor& tensor) {
+  if (is_bf16(tensor)) return SourceRows::Type::bf16;
+  if (is_float32(tensor)) return SourceRows::Type::float32;
+  const nb::dlpack::dtype type = tensor.dtype();
+  check(type.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float) && type.bits == 16,
+        "weight", "bfloat16, float16 or float32");
+  return SourceRows::Type::fp16;
+}
+
 int dimension(std::int64_t value, const char* name) {
   check(value >= 0 && value < (std::int64_t{1} << 31) - 64, name, "a size of at most 31 bits");
   return static_cast<int>(value);
 }
 
 BlockType block_type(const std::string& name) {
-  constexpr const char* kNames[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"};
-  for (int i = 0; i < 5; ++i)
-    if (name == kNames[i]) return static_cast<BlockType>(i);
-  throw std::invalid_argument("block type must be Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0, not " + name);
+  std::string known;
+  for (std::size_t i = 0; i < std::size(kBlockTypeNames); ++i) {
+    if (name == kBlockTypeNames[i]) return static_cast<BlockType>(i);
+    known += (i == 0 ? "" : ", ") + std::string(kBlockTypeNames[i]);
+  }
+  throw std::invalid_argument("block type must be one of " + known + ", not " + name);
 }
 
 Multiplier multiplier(const std::string& name) {
@@ -189,14 +202,29 @@ void bind_packing(nb::module_& module) {
                                std::int64_t columns, Bytes packed, std::optional<Ids> row_index) {
     const BlockType block = block_type(type);
     const int n = dimension(rows, "n"), k = dimension(columns, "k");
-    check_groups(k);
-    check_bytes(raw.size(), std::size_t(n) * (k / kStep) * raw_block_bytes(block), "raw");
+    const BlockSize size = block_size(block);
+    check(k % size.values == 0, "k", "a multiple of " + std::to_string(size.values));
+    check_bytes(raw.size(), std::size_t(n) * (k / size.values) * size.bytes, "raw");
     check_bytes(packed.size(), packed_blocks_bytes(n, k, block_format(block)), "packed");
     const std::int64_t* order = row_order(row_index, n);
     Unlocked unlocked;
     pack_blocks(block, raw.data(), n, k, order, packed.data());
   }, nb::arg("type"), nb::arg("raw"), nb::arg("n"), nb::arg("k"), nb::arg("packed"),
      nb::arg("row_index").none());
+  module.def("pack_quantized", [](const ReadTensor& weight, const std::string& type, Bytes packed,
+                                  std::optional<Ids> row_index) {
+    check(weight.ndim() == 2, "weight", "a matrix");
+    check_matrix(weight, "weight", weight.shape(1));
+    const BlockType block = block_type(type);
+    check(block == BlockType::q8_0 || block == BlockType::q4_1, "type", "Q8_0 or Q4_1");
+    const int n = dimension(weight.shape(0), "n"), k = dimension(weight.shape(1), "k");
+    check_groups(k);
+    check_bytes(packed.size(), packed_blocks_bytes(n, k, block_format(block)), "packed");
+    const SourceRows rows{weight.data(), weight.stride(0), source_type(weight)};
+    const std::int64_t* order = row_order(row_index, n);
+    Unlocked unlocked;
+    pack_quantized(rows, n, k, order, block, packed.data());
+  }, nb::arg("weight"), nb::arg("type"), nb::arg("packed"), nb::arg("row_index").none());
   module.def("unpack_bf16_rows", [](const ReadBytes& packed, std::int64_t n, std::int64_t k,
                                     const Ids& ids, Tensor out) {
     const Bf16Weights weights = bf16_weights(packed, n, k);

@@ -68,6 +68,21 @@ static inline float fp16_to_float(fp16 half) {
   return float_from_bits(sign | float_bits(magnitude));
 }
 
+// To the nearest, ties to even; what is too large becomes infinite, and a NaN stays one.
+static inline fp16 float_to_fp16(float value) {
+  const std::uint32_t bits = float_bits(value);
+  const std::uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<fp16>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<fp16>(sign | 0x7c00u);
+  if (magnitude < 0x38800000u) {
+    // Below 2^-14 the step is 2^-24, that of floats from 0.5 on: an addition rounds to it.
+    const std::uint32_t rounded = float_bits(float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
+    return static_cast<fp16>(sign | rounded);
+  }
+  const std::uint32_t odd = magnitude >> 13 & 1u;
+  return static_cast<fp16>(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
+}
+
 // Denormal numbers count as zero while this object lives: they are slow, and the matrix
 // instructions never keep them.
 class FlushDenormals {

@@ -49,17 +49,26 @@ struct Scratch {
   }
 };
 
-void unpack_codes(const std::uint8_t* group, int zero, std::int8_t* codes) {
+// What 4-bit codes stand for, in each of the four lanes of a register.
+__m512i code_values(const BlockFormat& format) {
+  if (format.codes != Codes::linear)
+    return _mm512_broadcast_i32x4(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(code_table(format.codes))));
+  const __m512i numbers = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  return _mm512_sub_epi8(numbers, _mm512_set1_epi8(static_cast<char>(format.zero)));
+}
+
+void unpack_codes(const std::uint8_t* group, __m512i values, std::int8_t* codes) {
   const __m512i low_mask = _mm512_set1_epi8(0x0f);
-  const __m512i zeros = _mm512_set1_epi8(static_cast<char>(zero));
   for (int half = 0; half < 2; ++half) {
     for (int quad = 0; quad < kQuads / 2; ++quad) {
       const __m512i both = _mm512_load_si512(group + (half * kQuads / 2 + quad) * 64);
       const __m512i low = _mm512_and_si512(both, low_mask);
       const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_mask);
       std::int8_t* target = codes + half * kHalfBytes + quad * 64;
-      _mm512_store_si512(target, _mm512_sub_epi8(low, zeros));
-      _mm512_store_si512(target + kHalfBytes / 2, _mm512_sub_epi8(high, zeros));
+      _mm512_store_si512(target, _mm512_shuffle_epi8(values, low));
+      _mm512_store_si512(target + kHalfBytes / 2, _mm512_shuffle_epi8(values, high));
     }
   }
 }
@@ -76,9 +85,10 @@ class Panel {
         const Scratch& scratch)
       : packed_(packed), format_(format), num_groups_(num_groups), scratch_(scratch) {
     const std::size_t group_bytes = format.group_bytes();
+    const __m512i values = code_values(format);
     for (int g = 0; g < num_groups; ++g) {
       const std::uint8_t* group = packed + g * group_bytes;
-      if (format.bits == 4) unpack_codes(group, format.zero, scratch.codes + g * 2 * kHalfBytes);
+      if (format.bits == 4) unpack_codes(group, values, scratch.codes + g * 2 * kHalfBytes);
       const fp16* scales = reinterpret_cast<const fp16*>(group + format.code_bytes());
       float* low = scratch.scales + g * kHalf;
       unpack_scales(scales, low, low + num_groups * kHalf);

@@ -5,7 +5,8 @@
 // which memory is fastest at, and sums and integers of eight rows fit the registers.
 //
 // The multiply instruction takes unsigned weights. 8-bit codes become unsigned by adding 128, and
-// the integers start at what that adds; so do 4-bit codes whose zero is not 0.
+// the integers start at what that adds; so do 4-bit codes whose zero is not 0. Codes of a table are
+// looked up in a register, and 128 has been added to the table.
 #include "common.h"
 #include "gemm_kernels.h"
 #include "gemm_store.h"
@@ -27,8 +28,9 @@ std::int64_t prefetch_distance(int num_rows) {
 }
 
 // A format as the instructions see it. Zero is what unsigned codes exceed the values by.
-template <int Bits_, int Zero_, bool HasMinimum_>
+template <int Bits_, int Zero_, bool HasMinimum_, Codes Codes_ = Codes::linear>
 struct Format {
+  static constexpr Codes kCodes = Codes_;
   static constexpr int kBits = Bits_, kZero = Zero_;
   static constexpr bool kHasMinimum = HasMinimum_;
   static constexpr int kHalfBytes = kHalf * kStep * kBits / 8;
@@ -42,6 +44,11 @@ TOKENMILL_INLINE void prefetch(const void* data, std::int64_t ahead) {
 
 __m512 half_scales(const fp16* scales) {
   return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(scales)));
+}
+
+TOKENMILL_INLINE __m512i unsigned_table(Codes codes) {
+  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(code_table(codes)));
+  return _mm512_broadcast_i32x4(_mm_xor_si128(table, _mm_set1_epi8(static_cast<char>(0x80))));
 }
 
 // x is the rows' codes from the quad's first value on.
@@ -61,13 +68,19 @@ TOKENMILL_INLINE void add_codes(const std::uint8_t* half_codes, const std::int8_
   const __m512i* codes = reinterpret_cast<const __m512i*>(half_codes);
   if constexpr (F::kBits == 4) {
     const __m512i low_mask = _mm512_set1_epi8(0x0f);
+    const __m512i table = unsigned_table(F::kCodes);
 #pragma GCC unroll 4
     for (int quad = 0; quad < kQuads / 2; ++quad) {
       prefetch(codes + quad, ahead);
       const __m512i both = _mm512_load_si512(codes + quad);
-      const __m512i high = _mm512_srli_epi16(both, 4);
-      add_quad<Rows>(_mm512_and_si512(both, low_mask), x + 4 * quad, integers);
-      add_quad<Rows>(_mm512_and_si512(high, low_mask), x + 4 * quad + kStep / 2, integers);
+      __m512i low = _mm512_and_si512(both, low_mask);
+      __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_mask);
+      if constexpr (F::kCodes != Codes::linear) {
+        low = _mm512_shuffle_epi8(table, low);
+        high = _mm512_shuffle_epi8(table, high);
+      }
+      add_quad<Rows>(low, x + 4 * quad, integers);
+      add_quad<Rows>(high, x + 4 * quad + kStep / 2, integers);
     }
   } else {
     const __m512i offset = _mm512_set1_epi8(static_cast<char>(0x80));
@@ -154,7 +167,11 @@ void gemm_blocks_avx512(const QuantizedRows& x, Range rows, const BlockWeights& 
                         Range panels, const OutputRows& out) {
   static_assert(block_format(BlockType::q4_0).zero == 8 && block_format(BlockType::q4_1).zero == 0);
   const bool has_minimum = weights.format.has_minimum;
-  if (weights.format.bits == 4) {
+  if (weights.format.codes == Codes::iq4) {
+    multiply_panels<Format<4, 128, false, Codes::iq4>>(x, rows, weights, panels, out);
+  } else if (weights.format.codes == Codes::fp4) {
+    multiply_panels<Format<4, 128, false, Codes::fp4>>(x, rows, weights, panels, out);
+  } else if (weights.format.bits == 4) {
     has_minimum ? multiply_panels<Format<4, 0, true>>(x, rows, weights, panels, out)
                 : multiply_panels<Format<4, 8, false>>(x, rows, weights, panels, out);
   } else {

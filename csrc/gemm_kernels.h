@@ -7,7 +7,8 @@
 //   float32 [N/32 panels][K values][32 columns]
 //   blocks  [N/32 panels][K/32 groups] of one group:
 //             codes      [2 halves][8 quads][16 columns][4 values], 8 bits each, or 4 bits: the
-//                        low halves of the bytes hold quads 0..3, the high halves 4..7
+//                        low halves of the bytes hold quads 0..3, the high halves 4..7; these are
+//                        numbers or indices of a table
 //             scales     [32 columns] fp16
 //             minimums   [32 columns] fp16, if the format has them
 //
@@ -34,14 +35,28 @@ constexpr int kPanel = 32;  // columns of a packed panel
 constexpr int kStep = 32;   // values along K of a step, or of a group of a block format
 constexpr int kHalf = 16;   // columns of a vector register and of a tile
 
-enum class BlockType : int { q4_0 = 0, q4_1 = 1, q5_0 = 2, q5_1 = 3, q8_0 = 4 };
+// Types of GGUF files; values are indices of kBlockTypeNames.
+enum class BlockType : int {
+  q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4
+};
+constexpr const char* kBlockTypeNames[] = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0",   "Q2_K",  "Q3_K",
+                                           "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
 
-// How weights of a block type are packed: value = scale * (code - zero) + minimum.
-// 8-bit codes are signed and zero is 0; 4-bit codes are unsigned.
+// What 4-bit codes stand for.
+enum class Codes : int {
+  linear,  // code - zero
+  iq4,     // the table of IQ4_NL
+  fp4,     // twice the value of an e2m1 float
+};
+
+// How weights of a block type are packed: value = scale * (code - zero) + minimum, or for codes of
+// a table value = scale * table[code]. 8-bit codes are signed and zero is 0; 4-bit codes are
+// unsigned.
 struct BlockFormat {
   int bits;
   int zero;
   bool has_minimum;
+  Codes codes = Codes::linear;
 
   constexpr std::size_t code_bytes() const { return kPanel * kStep * bits / 8; }
   constexpr std::size_t group_bytes() const {
@@ -52,10 +67,24 @@ struct BlockFormat {
 constexpr BlockFormat block_format(BlockType type) {
   switch (type) {
     case BlockType::q4_0: return {4, 8, false};
-    case BlockType::q4_1: return {4, 0, true};
-    case BlockType::q5_1: return {8, 0, true};
+    case BlockType::q4_1:
+    case BlockType::q4_k: return {4, 0, true};
+    case BlockType::iq4_nl:
+    case BlockType::iq4_xs: return {4, 0, false, Codes::iq4};
+    case BlockType::mxfp4: return {4, 0, false, Codes::fp4};
+    case BlockType::q5_1:
+    case BlockType::q5_k: return {8, 0, true};
     default: return {8, 0, false};
   }
+}
+
+constexpr std::int8_t kCodeTables[2][16] = {
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
+
+// The table of 4-bit codes that have one.
+static inline const std::int8_t* code_table(Codes codes) {
+  return kCodeTables[codes == Codes::fp4];
 }
 
 struct Bf16Weights {

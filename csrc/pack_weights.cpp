@@ -1,5 +1,6 @@
 #include "pack_weights.h"
 
+#include "block_formats.h"
 #include "pool.h"
 
 namespace tokenmill {
@@ -28,51 +29,24 @@ std::int64_t source_row(const std::int64_t* row_index, int row) {
   return row_index != nullptr ? row_index[row] : row;
 }
 
-// A block of a GGUF file. In all of them value j < 16 has its low bits in the lower half of byte
-// j, and value j + 16 in the upper half of the same byte.
-struct RawBlock {
-  fp16 scale = 0, minimum = 0;
-  const std::uint8_t* codes;        // 16 or, for Q8_0, 32 bytes
-  std::uint32_t fifth_bits = 0;
-
-  RawBlock(BlockType type, const std::uint8_t* data) {
-    std::memcpy(&scale, data, sizeof scale);
-    data += sizeof scale;
-    if (type == BlockType::q4_1 || type == BlockType::q5_1) {
-      std::memcpy(&minimum, data, sizeof minimum);
-      data += sizeof minimum;
-    }
-    if (type == BlockType::q5_0 || type == BlockType::q5_1) {
-      std::memcpy(&fifth_bits, data, sizeof fifth_bits);
-      data += sizeof fifth_bits;
-    }
-    codes = data;
-  }
-
-  int five_bits(int value) const {
-    const int low = value < kStep / 2 ? codes[value] & 15 : codes[value - kStep / 2] >> 4;
-    return low | static_cast<int>(fifth_bits >> value & 1u) << 4;
-  }
-};
-
-void pack_group(BlockType type, const RawBlock& block, int column, std::uint8_t* group) {
-  const BlockFormat format = block_format(type);
+// Puts a column's group in its place in the group of a panel.
+void place_group(const BlockFormat& format, const ColumnGroup& from, int column,
+                 std::uint8_t* group) {
   if (format.bits == 4) {
-    // The file's bytes are ours: quad q and quad q + 4 share four of them.
-    for (int quad = 0; quad < kQuads / 2; ++quad)
-      std::memcpy(group + quad_at(column, quad, kQuads / 2), block.codes + 4 * quad, 4);
+    for (int quad = 0; quad < kQuads / 2; ++quad) {
+      std::uint32_t low, high;
+      std::memcpy(&low, from.codes + 4 * quad, 4);
+      std::memcpy(&high, from.codes + kStep / 2 + 4 * quad, 4);
+      const std::uint32_t both = low | high << 4;
+      std::memcpy(group + quad_at(column, quad, kQuads / 2), &both, 4);
+    }
   } else {
-    std::uint8_t codes[kStep];
-    const int zero = type == BlockType::q5_0 ? 16 : 0;
-    for (int value = 0; value < kStep; ++value)
-      codes[value] = type == BlockType::q8_0
-          ? block.codes[value] : static_cast<std::uint8_t>(block.five_bits(value) - zero);
     for (int quad = 0; quad < kQuads; ++quad)
-      std::memcpy(group + quad_at(column, quad, kQuads), codes + 4 * quad, 4);
+      std::memcpy(group + quad_at(column, quad, kQuads), from.codes + 4 * quad, 4);
   }
   fp16* scales = reinterpret_cast<fp16*>(group + format.code_bytes());
-  scales[column] = block.scale;
-  if (format.has_minimum) scales[kPanel + column] = block.minimum;
+  scales[column] = from.scale;
+  if (format.has_minimum) scales[kPanel + column] = from.minimum;
 }
 
 int code_of(const BlockFormat& format, const std::uint8_t* group, int column, int value) {
@@ -80,7 +54,29 @@ int code_of(const BlockFormat& format, const std::uint8_t* group, int column, in
     return static_cast<std::int8_t>(group[quad_at(column, value / 4, kQuads) + value % 4]);
   const int low = value % (kStep / 2);
   const int both = group[quad_at(column, low / 4, kQuads / 2) + low % 4];
-  return (value < kStep / 2 ? both & 15 : both >> 4) - format.zero;
+  const int code = value < kStep / 2 ? both & 15 : both >> 4;
+  return format.codes == Codes::linear ? code - format.zero : code_table(format.codes)[code];
+}
+
+// Panels of groups; read(row, group, out) gives them column by column.
+template <class Read>
+void pack_groups(const BlockFormat& format, int n, int k, const std::int64_t* row_index,
+                 std::uint8_t* packed, const Read& read) {
+  const std::size_t group_bytes = format.group_bytes();
+  const int num_groups = k / kStep;
+  parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
+    std::uint8_t* target = packed + panel * num_groups * group_bytes;
+    const int num_columns = min_of(kPanel, n - panel * kPanel);
+    if (num_columns < kPanel) std::memset(target, 0, num_groups * group_bytes);
+    ColumnGroup group;
+    for (int column = 0; column < num_columns; ++column) {
+      const std::int64_t row = source_row(row_index, panel * kPanel + column);
+      for (int g = 0; g < num_groups; ++g) {
+        read(row, g, group);
+        place_group(format, group, column, target + g * group_bytes);
+      }
+    }
+  });
 }
 
 template <class T, class Position>
@@ -110,16 +106,6 @@ std::size_t packed_blocks_bytes(int n, int k, BlockFormat format) {
   return std::size_t(ceil_div(n, kPanel)) * (k / kStep) * format.group_bytes();
 }
 
-std::size_t raw_block_bytes(BlockType type) {
-  switch (type) {
-    case BlockType::q4_0: return 18;
-    case BlockType::q4_1: return 20;
-    case BlockType::q5_0: return 22;
-    case BlockType::q5_1: return 24;
-    default: return 34;
-  }
-}
-
 void pack_bf16(const bf16* weight, std::int64_t stride, int n, int k, const std::int64_t* row_index,
                bf16* packed) {
   pack_panels(weight, stride, n, k, row_index, std::int64_t{round_up(k, kStep)} * kPanel, packed,
@@ -133,20 +119,39 @@ void pack_float32(const float* weight, std::int64_t stride, int n, int k,
 
 void pack_blocks(BlockType type, const std::uint8_t* raw, int n, int k,
                  const std::int64_t* row_index, std::uint8_t* packed) {
-  const std::size_t group_bytes = block_format(type).group_bytes();
-  const std::size_t raw_bytes = raw_block_bytes(type);
-  const int num_groups = k / kStep;
-  parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
-    std::uint8_t* target = packed + panel * num_groups * group_bytes;
-    const int num_columns = min_of(kPanel, n - panel * kPanel);
-    if (num_columns < kPanel) std::memset(target, 0, num_groups * group_bytes);
-    for (int column = 0; column < num_columns; ++column) {
-      const std::int64_t row = source_row(row_index, panel * kPanel + column);
-      const std::uint8_t* source = raw + row * num_groups * static_cast<std::int64_t>(raw_bytes);
-      for (int g = 0; g < num_groups; ++g)
-        pack_group(type, RawBlock(type, source + g * raw_bytes), column, target + g * group_bytes);
-    }
-  });
+  const BlockSize size = block_size(type);
+  const GroupReader read = group_reader(type);
+  const std::int64_t row_bytes = std::int64_t{k / size.values} * size.bytes;
+  pack_groups(block_format(type), n, k, row_index, packed,
+              [=](std::int64_t row, int g, ColumnGroup& out) {
+                read(raw + row * row_bytes, g, out);
+              });
+}
+
+void SourceRows::read(std::int64_t row, int begin, float* values) const {
+  const std::int64_t at = row * stride + begin;
+  switch (type) {
+    case Type::bf16:
+      for (int i = 0; i < kStep; ++i) values[i] = bf16_to_float(static_cast<const bf16*>(data)[at + i]);
+      break;
+    case Type::fp16:
+      for (int i = 0; i < kStep; ++i) values[i] = fp16_to_float(static_cast<const fp16*>(data)[at + i]);
+      break;
+    case Type::float32:
+      std::memcpy(values, static_cast<const float*>(data) + at, sizeof(float) * kStep);
+      break;
+  }
+}
+
+void pack_quantized(const SourceRows& weight, int n, int k, const std::int64_t* row_index,
+                    BlockType type, std::uint8_t* packed) {
+  const auto quantize = type == BlockType::q4_1 ? quantize_group_4bit : quantize_group_8bit;
+  pack_groups(block_format(type), n, k, row_index, packed,
+              [&](std::int64_t row, int g, ColumnGroup& out) {
+                float values[kStep];
+                weight.read(row, g * kStep, values);
+                quantize(values, out);
+              });
 }
 
 void unpack_bf16_rows(const Bf16Weights& weights, const std::int64_t* ids, int num_ids,

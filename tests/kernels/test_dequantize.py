@@ -12,10 +12,19 @@ from tokenmill.checkpoint.checkpoint import RawTensor
 from tokenmill.errors import CheckpointError
 from tokenmill.quantization.dequantize import dequantize, rows_in_order
 
-BLOCK_TYPES = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+BLOCK_TYPES = [
+    *["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"],
+    *["IQ4_NL", "IQ4_XS", "MXFP4"],
+]
 PLAIN_TYPES = ["F32", "F16", "BF16"]
 
-SCALE_OFFSETS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALE_OFFSETS = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}
 """Where a block's float16 numbers lie; at its start unless named here."""
 
 EXTREME_SCALES = [0.0, -0.0, 65504.0, -65504.0, 6e-8, -6e-8, 6.1e-5, np.inf, -np.inf, np.nan]

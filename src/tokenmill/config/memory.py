@@ -36,7 +36,12 @@ class StepShape:
     max_model_len: int
 
 
-_PACKED_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 34, "Q5_1": 36, "Q8_0": 34}
+_PACKED_BLOCK_BYTES = {
+    **dict.fromkeys(("Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4"), 18),
+    **dict.fromkeys(("Q4_1", "Q4_K"), 20),
+    **dict.fromkeys(("Q8_0", "Q5_0", "Q6_K", "Q3_K", "Q2_K"), 34),
+    **dict.fromkeys(("Q5_1", "Q5_K"), 36),
+}
 """Bytes that 32 values of a GGUF block type take where the native kernels keep their codes."""
 _BLOCK_VALUES = 32
 _QUANTIZED_BYTES = {"fp8": 1.001, "int4": 0.5 + 4 / 32}

@@ -2,7 +2,7 @@
 
     PackedBf16     bfloat16 weights          x bfloat16
     PackedFloat32  float32 weights           x float32
-    PackedBlocks   GGUF blocks, 4 or 8 bits  x quantised to int8 in groups of 32 values of a row
+    PackedBlocks   blocks of 4 or 8 bits     x quantised to int8 in groups of 32 values of a row
 
 A row's result has the same bits for any M, any neighbours and any number of threads. Blocks also
 give the same bits on each instruction set. Packing takes the place of the weights' own layout:
@@ -12,6 +12,7 @@ rows can be read back one by one, for an embedding that shares them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.utils import dlpack
@@ -21,8 +22,18 @@ from tokenmill.kernels import arena, native
 GROUP_SIZE = 32
 """Values along K that share a scale, in block formats and in quantised rows."""
 
-BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-"""GGUF types that are packed without rounding."""
+BLOCK_VALUES = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"), 32),
+    **dict.fromkeys(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"), 256),
+}
+"""GGUF types that are packed, and how many values a block has, of which K is a multiple.
+
+What that rounds is in docs/formats.md.
+"""
+BLOCK_TYPES = tuple(BLOCK_VALUES)
+
+QuantizedType = Literal["Q8_0", "Q4_1"]
+"""Block types that plain weights can be quantised to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,7 @@ class PackedFloat32:
 
 @dataclass(frozen=True, slots=True)
 class PackedBlocks:
-    """Weights of a GGUF block type, with their own codes and scales."""
+    """Weights of a GGUF block type, as codes of 4 or 8 bits with a scale for 32 of them."""
 
     buffer: torch.Tensor
     """uint8, in memory of its own (huge pages where the system allows them)."""
@@ -90,7 +101,7 @@ class PackedBlocks:
     out_features: int
     """N."""
     in_features: int
-    """K, a multiple of 32."""
+    """K, a multiple of BLOCK_VALUES[block_type]."""
 
     @classmethod
     def pack(
@@ -110,6 +121,22 @@ class PackedBlocks:
         buffer = _allocate(module.packed_blocks_bytes(block_type, out_features, in_features))
         module.pack_blocks(block_type, raw, out_features, in_features, buffer, row_index)
         return cls(buffer, block_type, out_features, in_features)
+
+    @classmethod
+    def quantize(
+        cls, block_type: QuantizedType, weight: torch.Tensor, row_index: torch.Tensor | None = None
+    ) -> PackedBlocks:
+        """Quantise weight, bfloat16, float16 or float32 [N, K], with K a multiple of 32.
+
+            Q8_0    8 bits and a scale: the largest magnitude of 32 values is code 127
+            Q4_1    4 bits, a scale and a minimum, fitted to 32 values by least squares
+
+        Row i becomes row row_index[i] (int64 [N]).
+        """
+        n, k = weight.shape
+        buffer = _allocate(native.module().packed_blocks_bytes(block_type, n, k))
+        native.module().pack_quantized(weight, block_type, buffer, row_index)
+        return cls(buffer, block_type, n, k)
 
     def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ids (int64 [num_ids]) of the weight, float32 [num_ids, K]."""

@@ -12,7 +12,7 @@ from tokenmill.kernels import arena, fused
 from tokenmill.kernels.activation import Gate
 from tokenmill.kernels.float8_rows import Float8Rows
 from tokenmill.kernels.gemm import (
-    BLOCK_TYPES,
+    BLOCK_VALUES,
     PackedBf16,
     PackedBlocks,
     PackedFloat32,
@@ -104,7 +104,7 @@ class PackedLinearMethod:
     def _packed_format(self, raw: RawTensor) -> str:
         if self.dtype == torch.float32:
             return "float32"
-        return raw.format if raw.format in BLOCK_TYPES else "bfloat16"
+        return raw.format if raw.format in BLOCK_VALUES else "bfloat16"
 
 
 class NativeKernels:

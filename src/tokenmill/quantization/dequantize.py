@@ -186,6 +186,70 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     return codes.mul_((block_half(blocks, 208) * scale)[:, :, None]).view(-1, 256)
 
 
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    """| third bits 32 | low two bits 64 | scales 12 | d 2 |.
+
+    value = (d * (scale - 32)) * (code - 4), a scale for 16 values. Runs of 32 values as in Q2_K;
+    bit r of third-bits byte i belongs to value i of run r. Scale i has its low four bits in byte
+    i % 8 of the scales (i < 8: low half), bits 4 and 5 in byte 8 + i % 4, from bit i // 4 * 2 on.
+    """
+    third = blocks[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    codes = (_two_bits(blocks[:, 32:96]) | third << 2).view(-1, 16, 16).float().sub_(4.0)
+    shift = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = (blocks[:, None, 104:108] >> shift & 3).view(-1, 16)
+    scale = (nibbles(blocks[:, 96:104]) | high << 4).float().sub_(32.0)
+    return codes.mul_((block_half(blocks, 108) * scale)[:, :, None]).view(-1, 256)
+
+
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    """| scales 16 | codes 64 | d 2 | dmin 2 |.
+
+    value = (d * scale) * code - (dmin * minimum); the low half of a scales byte is the scale of 16
+    values, the high half their minimum.
+    """
+    codes = _two_bits(blocks[:, 16:80]).view(-1, 16, 16).float()
+    factor = block_half(blocks, 80) * (blocks[:, :16] & 15).float()
+    offset = block_half(blocks, 82) * (blocks[:, :16] >> 4).float()
+    return codes.mul_(factor[:, :, None]).sub_(offset[:, :, None]).view(-1, 256)
+
+
+def _two_bits(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [num_blocks, 64] -> [num_blocks, 8, 32]: a half of the bytes holds four runs of 32."""
+    shift = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    return (packed.view(-1, 2, 1, 32) >> shift & 3).view(-1, 8, 32)
+
+
+_IQ4 = torch.tensor(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
+)
+_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
+"""Twice the values of e2m1 floats."""
+
+
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
+    """| d 2 | codes 16 |; value = table[code] * d."""
+    return _IQ4[block_codes(blocks, 2).int()].mul_(block_half(blocks, 0))
+
+
+def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+    """| d 2 | high scale bits 2 | low scale bits 4 | codes 128 |.
+
+    value = table[code] * (d * (scale - 32)), a six-bit scale for 32 values.
+    """
+    codes = nibbles(blocks[:, 8:].view(-1, 8, 16)).int()
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).view(-1, 8)
+    shift = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = (blocks[:, 2:4, None] >> shift & 3).view(-1, 8)
+    factor = block_half(blocks, 0) * (low | high << 4).float().sub_(32.0)
+    return _IQ4[codes].mul_(factor[:, :, None]).view(-1, 256)
+
+
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """| e 1 | codes 16 |; value = e2m1 float of code * 2^(e - 127)."""
+    exponent = blocks[:, :1].int() - 128
+    return torch.ldexp(_FP4[block_codes(blocks, 1).int()], exponent)
+
+
 class _BlockLayout(NamedTuple):
     block_size: int
     """Values in a block."""
@@ -204,4 +268,9 @@ _BLOCKS = {
     "Q4_K": _BlockLayout(256, 144, _q4_k),
     "Q5_K": _BlockLayout(256, 176, _q5_k),
     "Q6_K": _BlockLayout(256, 210, _q6_k),
+    "Q3_K": _BlockLayout(256, 110, _q3_k),
+    "Q2_K": _BlockLayout(256, 84, _q2_k),
+    "IQ4_NL": _BlockLayout(32, 18, _iq4_nl),
+    "IQ4_XS": _BlockLayout(256, 136, _iq4_xs),
+    "MXFP4": _BlockLayout(32, 17, _mxfp4),
 }

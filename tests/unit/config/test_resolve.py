@@ -331,7 +331,7 @@ def test_the_summary_says_what_a_user_wants_to_know() -> None:
 
 def test_block_types_keep_their_codes_on_the_native_kernels_only() -> None:
     shapes = {"a": (32, 64), "b": (10, 32), "c": (7,)}
-    formats = {"a": "Q4_1", "b": "Q6_K", "c": "F32"}
+    formats = {"a": "Q4_1", "b": "IQ2_XS", "c": "F32"}
     packed = Weights(shapes, formats, "bfloat16", keeps_blocks=True)
     plain = Weights(shapes, formats, "bfloat16", keeps_blocks=False)
     assert packed.num_values == plain.num_values == 32 * 64 + 10 * 32 + 7
