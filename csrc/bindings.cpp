@@ -6,6 +6,7 @@ namespace nb = nanobind;
 namespace tokenmill {
 void bind_gemm(nb::module_& module);
 void bind_attention(nb::module_& module);
+void bind_bitmask(nb::module_& module);
 void bind_elementwise(nb::module_& module);
 void bind_program(nb::module_& module);
 void bind_step_gather(nb::module_& module);
@@ -15,6 +16,7 @@ NB_MODULE(_native, module) {
   module.doc() = "Native kernels. The typed faces are in tokenmill.kernels.";
   tokenmill::bind_gemm(module);
   tokenmill::bind_attention(module);
+  tokenmill::bind_bitmask(module);
   tokenmill::bind_elementwise(module);
   tokenmill::bind_program(module);
   tokenmill::bind_step_gather(module);

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.errors import InvalidRequestError, refuse_unknown, shown
+from tokenmill.structured_outputs import StructuredOutputsParams, as_structured_outputs
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this are greedy."""
@@ -91,6 +92,9 @@ class SamplingParams(
     They are those of the raw distribution, before temperature and filters."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt; such a request does not read the prefix cache."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The form that the text must have: a JSON schema, any JSON object, a regular expression, one
+    of some choices, a grammar, or a structural tag (see docs/structured-output.md)."""
     detokenize: bool = True
     """False: ids only, `text` stays empty; stop strings are then refused."""
     skip_special_tokens: bool = True
@@ -156,6 +160,7 @@ class SamplingParams(
             "logprobs": _logprobs("logprobs", self.logprobs),
             "prompt_logprobs": _logprobs("prompt_logprobs", self.prompt_logprobs),
             "truncate_prompt_tokens": _truncation(self.truncate_prompt_tokens),
+            "structured_outputs": as_structured_outputs(self.structured_outputs),
             "output_kind": _output_kind(self.output_kind),
             **{name: _flag(name, getattr(self, name)) for name in _FLAGS},
         }

@@ -260,6 +260,8 @@ class FakeExecutor:
         for row, new_block_ids in zip(cached.rows, cached.new_block_ids, strict=True):
             for table, new in zip(self.rows[row].block_ids, new_block_ids, strict=True):
                 table.extend(new)
+        for row, token_ids in zip(cached.appended_rows, cached.appended_token_ids, strict=True):
+            self.rows[row].token_ids.extend(token_ids)
         for data in plan.scheduled_new_reqs:
             assert data.row not in self.rows, "the row is taken"
             assert data.num_computed_tokens < len(data.token_ids), "a token is left to compute"

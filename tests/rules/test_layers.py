@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"features"},
     {"models"},
     {"layers"},
-    {"attention", "sampling", "quantization", "parallel"},
+    {"attention", "sampling", "quantization", "parallel", "structured_output"},
     {"kernels"},
     {"contracts"},
     {"config"},
@@ -25,13 +25,23 @@ LAYERS: list[set[str]] = [
     {"checkpoint"},
     {"observe"},
     {"outputs", "sampling_params"},
+    {"structured_outputs"},
     {"errors"},
 ]
 """From the top; a package imports from packages below it only."""
 
 DEPTH = {package: depth for depth, layer in enumerate(LAYERS) for package in layer}
 
-WITHOUT_TORCH = ["core", "contracts", "config", "engine", "tokenizer", "checkpoint", "observe"]
+WITHOUT_TORCH = [
+    "core",
+    "contracts",
+    "config",
+    "engine",
+    "structured_output",
+    "tokenizer",
+    "checkpoint",
+    "observe",
+]
 """Packages that load no torch when they are imported."""
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.core import create_core, create_request, endless, generate_alone, run_to_end
-from tokenmill.contracts.plan import GrammarOutput
 from tokenmill.contracts.request import FinishReason
-from tokenmill.engine.core import EngineCore
 from tokenmill.errors import EngineDeadError, InvalidRequestError
 
 
@@ -73,34 +71,6 @@ def test_a_refused_request_leaves_no_trace():
     with pytest.raises(InvalidRequestError):
         core.add_request(create_request(50))
     assert not core.has_requests()
-
-
-def test_masks_are_asked_for_each_plan_after_its_forward_pass_began():
-    log = []
-
-    class Grammars:
-        def get_grammar_bitmask(self, plan):
-            log.append(("mask", plan.step_id))
-            return GrammarOutput([], b"")
-
-    core, executor = create_core(next_token=endless)
-
-    class LoggingExecutor:
-        def execute_model(self, plan):
-            log.append(("execute", plan.step_id))
-            executor.execute_model(plan)
-
-        def sample_tokens(self, grammar_output):
-            log.append(("sample", grammar_output))
-            return executor.sample_tokens(grammar_output)
-
-        def shutdown(self):
-            executor.shutdown()
-
-    core = EngineCore(core.scheduler, LoggingExecutor(), 1, Grammars())
-    core.add_request(create_request(5, max_tokens=1))
-    core.step()
-    assert log == [("execute", 0), ("mask", 0), ("sample", GrammarOutput([], b""))]
 
 
 def test_after_shutdown_nothing_goes():

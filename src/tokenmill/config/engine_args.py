@@ -86,6 +86,10 @@ class EngineArgs:
     reasoning_parser: str = "auto"
     """How the model marks its reasoning: auto (recognised by its tokens and chat template), none,
     or a family such as qwen3 or deepseek_r1 (see docs/tools.md)."""
+    structured_outputs_config: dict[str, Any] = field(default_factory=dict)
+    """How schemas and grammars are enforced, as JSON on the command line: backend (auto, llguidance
+    or xgrammar), enable_in_reasoning, enable_forced_tokens, disable_any_whitespace,
+    disable_additional_properties, compile_timeout (see docs/structured-output.md)."""
     skip_tokenizer_init: bool = False
     """Work with token ids only; text goes neither in nor out."""
 

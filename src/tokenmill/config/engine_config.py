@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from tokenmill.config.structured_outputs import StructuredOutputsConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +111,5 @@ class EngineConfig:
     ledger: MemoryLedger
     reasoning_parser: str = "auto"
     """`auto`, `none` or the name of a family; `tokenizer.reasoning` makes marks of it."""
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     reasons: tuple[Reason, ...] = ()

@@ -35,6 +35,7 @@ from tokenmill.config.kv_pool import PoolSize, size_pool
 from tokenmill.config.machine import Machine
 from tokenmill.config.memory import StepShape, Weights, empty_ledger, kv_bytes_per_token
 from tokenmill.config.parameters import ModelParameters, at_least, read_parameters
+from tokenmill.config.structured_outputs import read_structured_outputs_config
 from tokenmill.errors import ConfigError, did_you_mean
 from tokenmill.tokenizer.reasoning import check_reasoning_parser
 
@@ -121,6 +122,7 @@ def resolve(
         seed=args.seed,
         ledger=pool.ledger,
         reasoning_parser=check_reasoning_parser(args.reasoning_parser),
+        structured_outputs=read_structured_outputs_config(args.structured_outputs_config),
         reasons=tuple(choices.reasons),
     )
 

@@ -74,6 +74,10 @@ class CachedRequestData:
     rows: list[int] = field(default_factory=list)
     new_block_ids: list[BlockIds] = field(default_factory=list)
     """Blocks to append to the row's block tables."""
+    appended_rows: list[int] = field(default_factory=list)
+    appended_token_ids: list[list[int]] = field(default_factory=list)
+    """Tokens of a row that were not sampled, since a grammar leaves no choice: they follow those
+    that the row has. At most one entry a row."""
 
 
 @dataclass(slots=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
+from tokenmill.contracts.request import EngineCoreRequest
 from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.errors import InvalidRequestError
 
 
 class StepFuture(Protocol):
@@ -30,3 +34,115 @@ class Executor(Protocol):
     def shutdown(self) -> None:
         """Stop the workers and free what they hold; may be called twice."""
         ...
+
+
+@dataclass(slots=True)
+class GrammarProgress:
+    """What has become of a request's grammar by new tokens."""
+
+    error: str | None = None
+    """Why the request cannot go on."""
+    is_terminated: bool = False
+    """Whether the text is complete and nothing can follow."""
+    forced_token_ids: list[int] = field(default_factory=list)
+    """Tokens that come next without a choice; the grammar has gone on over them."""
+    num_forced_left: int = 0
+    """Forced tokens that were not taken, since there was no room for them."""
+
+
+class GrammarManager(Protocol):
+    """Follows every request whose text must have a form, and makes the masks of a step.
+
+    A request is in here from `add` to `remove`; its grammar is compiled beside the engine's loop.
+    """
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """A request with `structured_outputs` has been queued.
+
+        Raises `InvalidRequestError` if there are no grammars here.
+        """
+        ...
+
+    def remove(self, request_id: str) -> None:
+        """A request has ended, whether or not it is in here."""
+        ...
+
+    def is_ready(self, request_id: str) -> bool:
+        """Whether the request may start; a request that is not in here may."""
+        ...
+
+    def take_failures(self) -> list[tuple[str, InvalidRequestError]]:
+        """Requests whose grammar cannot be had, each told once; they never become ready."""
+        ...
+
+    def wait(self, request_id: str) -> None:
+        """Wait until `take_failures` has its answer about a request."""
+        ...
+
+    def start(self, request_id: str, max_forced: int) -> list[int]:
+        """Tokens that come before anything is sampled, at most so many."""
+        ...
+
+    def advance(
+        self, request_id: str, token_ids: Sequence[int], max_forced: int
+    ) -> GrammarProgress:
+        """Go on over new tokens of a request, and over at most `max_forced` forced ones."""
+        ...
+
+    def cut_drafts(self, request_id: str, draft_ids: Sequence[int]) -> list[int]:
+        """The drafts up to the first one that the grammar would refuse."""
+        ...
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Begin to fill the masks of a plan, while its forward pass runs."""
+        ...
+
+    def get_grammar_bitmask(self, plan: SchedulerOutput) -> GrammarOutput | None:
+        """Masks for the plan's structured requests; None if there are none."""
+        ...
+
+    def shutdown(self) -> None:
+        """End what runs beside the loop; may be called twice."""
+        ...
+
+
+class NoGrammars:
+    """No request is restricted by a grammar."""
+
+    def add(self, request: EngineCoreRequest) -> None:
+        raise InvalidRequestError(
+            "structured_outputs needs a tokenizer, and the engine has none (skip_tokenizer_init).",
+            parameter="structured_outputs",
+        )
+
+    def remove(self, request_id: str) -> None:
+        """It is not in here."""
+
+    def is_ready(self, request_id: str) -> bool:
+        return True
+
+    def take_failures(self) -> list[tuple[str, InvalidRequestError]]:
+        return []
+
+    def wait(self, request_id: str) -> None:
+        """There is nothing to wait for."""
+
+    def start(self, request_id: str, max_forced: int) -> list[int]:
+        return []
+
+    def advance(
+        self, request_id: str, token_ids: Sequence[int], max_forced: int
+    ) -> GrammarProgress:
+        return GrammarProgress()
+
+    def cut_drafts(self, request_id: str, draft_ids: Sequence[int]) -> list[int]:
+        return list(draft_ids)
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Nothing is to be filled."""
+
+    def get_grammar_bitmask(self, plan: SchedulerOutput) -> GrammarOutput | None:
+        return None
+
+    def shutdown(self) -> None:
+        """Nothing runs."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.contracts.seams import GrammarManager
 from tokenmill.core.scheduler import Scheduler
 
 
-def build_scheduler(config: EngineConfig, kv_cache_config: KVCacheConfig) -> Scheduler:
+def build_scheduler(
+    config: EngineConfig,
+    kv_cache_config: KVCacheConfig,
+    grammars: GrammarManager | None = None,
+) -> Scheduler:
     """A scheduler for this engine; raises `ConfigError` for settings that cannot work together."""
     return Scheduler(
         config.scheduler,
         kv_cache_config,
         vocab_size=config.model.vocab_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        grammars=grammars,
     )

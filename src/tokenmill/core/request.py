@@ -69,6 +69,8 @@ class Request:
         "block_hashes",
         "data",
         "draft_token_ids",
+        "holds_for_forced",
+        "is_structured",
         "first_scheduled_time",
         "max_tokens",
         "min_tokens",
@@ -79,6 +81,8 @@ class Request:
         "num_prompt_tokens",
         "num_settled_tokens",
         "num_steps_in_flight",
+        "num_untold_tokens",
+        "num_unsent_tokens",
         "pending_prompt_logprobs",
         "request_id",
         "row",
@@ -111,6 +115,15 @@ class Request:
         them and kept for life: a preempted request is not hashed again."""
         self.draft_token_ids: list[int] = []
         """Guesses at the next tokens, to be checked by the next step."""
+
+        self.is_structured = data.sampling_params.structured_outputs is not None
+        """Whether a grammar restricts its output."""
+        self.num_unsent_tokens = 0
+        """Of the last tokens known, those that no output has told yet: forced at the start."""
+        self.num_untold_tokens = 0
+        """Of the last tokens known, those that the workers have not been told: forced ones."""
+        self.holds_for_forced = False
+        """Whether more tokens will be forced once what is in flight has settled."""
 
         self.num_computed_tokens = 0
         """Tokens whose KV is computed, or will be by the steps in flight."""
@@ -209,6 +222,8 @@ class Request:
         self.num_settled_tokens = 0
         self.num_output_placeholders = 0
         self.draft_token_ids = []
+        self.num_untold_tokens = 0  # it resumes with all its tokens
+        self.holds_for_forced = False
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
         """The prompt's log-probabilities, once, if they were asked for."""

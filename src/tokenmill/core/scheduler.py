@@ -24,6 +24,7 @@ from tokenmill.contracts.request import (
     SchedulerStats,
 )
 from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.contracts.seams import GrammarManager, NoGrammars
 from tokenmill.core.admission import (
     AcceptanceRule,
     FitsContext,
@@ -33,6 +34,7 @@ from tokenmill.core.admission import (
     ReadinessRule,
 )
 from tokenmill.core.deadlines import Deadlines
+from tokenmill.core.grammar import GrammarReady, cut_drafts, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
 from tokenmill.core.limits import check_limits, max_chunk
 from tokenmill.core.policy import get_policy
@@ -52,6 +54,7 @@ class Scheduler:
         enable_prefix_caching: share blocks of equal prefixes.
         num_speculative_tokens: most drafts checked per request and step; 0 without a drafter.
         readiness_rules: rules of features that hold requests back.
+        grammars: follows the requests whose text must have a form.
         clock: seconds, monotonic.
         verify_prefix_hits: debug mode that compares tokens on every prefix hit.
 
@@ -68,6 +71,7 @@ class Scheduler:
         enable_prefix_caching: bool,
         num_speculative_tokens: int = 0,
         readiness_rules: Sequence[ReadinessRule] = (),
+        grammars: GrammarManager | None = None,
         clock: Callable[[], float] = time.monotonic,
         verify_prefix_hits: bool = False,
     ) -> None:
@@ -91,7 +95,12 @@ class Scheduler:
             FitsContext(config.max_model_len),
             FitsPool(self.kv.num_usable_tokens),
         )
-        self._readiness_rules: tuple[ReadinessRule, ...] = (OutputSettled(), *readiness_rules)
+        self._grammars = grammars or NoGrammars()
+        self._readiness_rules: tuple[ReadinessRule, ...] = (
+            OutputSettled(),
+            GrammarReady(self._grammars),
+            *readiness_rules,
+        )
         self._policy = get_policy(config.policy)
 
         self.requests: dict[str, Request] = {}
@@ -120,6 +129,8 @@ class Scheduler:
         for rule in self._acceptance_rules:
             rule.check(data)
         request = Request(data, max_total_tokens=self._max_total_tokens)
+        if request.is_structured:
+            self._grammars.add(data)
         self.requests[request.request_id] = request
         self.waiting.add(request)
         self._deadlines.add(data)
@@ -202,6 +213,8 @@ class Scheduler:
         """Tokens of a running request to compute in this step; 0 is to leave it out."""
         if self._num_speculative_tokens and request.num_output_placeholders:
             return 0  # its drafts come with the sample in flight
+        if request.holds_for_forced and request.num_output_placeholders:
+            return 0  # tokens that need no step each are appended once it has settled
         return min(request.num_pending_tokens, self._max_chunk, token_budget)
 
     def _take_slots(self, request: Request, num_new_tokens: int, step: Step) -> bool:
@@ -242,6 +255,7 @@ class Scheduler:
 
         Hits are looked up, tokens counted and blocks taken in one go, so that none can go stale.
         """
+        start_grammar(request, self._grammars)
         computed = self.kv.get_computed_blocks(request)
         num_new_tokens = min(request.num_tokens - computed.num_tokens, self._max_chunk)
         if num_new_tokens > step.token_budget:
@@ -312,12 +326,18 @@ class Scheduler:
         if request.pending_prompt_logprobs is not None:
             request.pending_prompt_logprobs += result.prompt_logprobs.get(request_id, ())
         token_ids, stop = append_tokens(request, sampled)
+        if request.is_structured and token_ids:
+            token_ids, stop, error = follow_grammar(request, self._grammars, token_ids, stop)
+            if error is not None:
+                return self._fail(request, error)
         if request.is_running:  # a preempted one has given its counters and blocks back
             request.settle(step.plan.num_scheduled_tokens[index], num_due, len(sampled))
             self.kv.cache_blocks(request, request.num_settled_tokens)
             if num_due and request_id in result.draft_token_ids:
                 drafts = result.draft_token_ids[request_id]
                 request.draft_token_ids = drafts[: self._num_speculative_tokens]
+                if request.is_structured:
+                    cut_drafts(request, self._grammars)
         if not token_ids:
             return None
         if stop is not None:
@@ -366,6 +386,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.transition(status)
+        self._grammars.remove(request.request_id)
         del self.requests[request.request_id]
         if not self.running:
             self.kv.repair_leak()

@@ -32,6 +32,12 @@ class Step:
             plan.draft_token_ids[request.request_id] = request.draft_token_ids[:num_drafts]
         plan.req_ids.append(request.request_id)
         assert request.row is not None
+        if request.num_untold_tokens:
+            cached = plan.scheduled_cached_reqs
+            cached.appended_rows.append(request.row)
+            cached.appended_token_ids.append(request.all_token_ids[-request.num_untold_tokens :])
+        if request.is_structured and is_sampled:
+            plan.structured_req_ids.append(request.request_id)
         plan.rows.append(request.row)
         plan.num_scheduled_tokens.append(num_new_tokens)
         plan.num_logits.append(num_logits)
@@ -77,6 +83,12 @@ class Step:
         for entries in parallel:
             del entries[index]
         plan.draft_token_ids.pop(request.request_id, None)
+        if request.request_id in plan.structured_req_ids:
+            plan.structured_req_ids.remove(request.request_id)
+        if request.row in cached.appended_rows:
+            index = cached.appended_rows.index(request.row)
+            del cached.appended_rows[index]
+            del cached.appended_token_ids[index]
         if request.row in cached.rows:
             index = cached.rows.index(request.row)
             del cached.rows[index]
@@ -94,5 +106,6 @@ class Step:
             request.num_computed_tokens += self.plan.num_scheduled_tokens[index]
             request.num_output_placeholders += self.num_due(index)
             request.num_steps_in_flight += 1
+            request.num_untold_tokens = 0
             if request.draft_token_ids:
                 request.draft_token_ids = []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.checkpoint.checkpoint import TokenizerData
 from tokenmill.checkpoint.dummy import open_dummy
@@ -19,6 +19,7 @@ from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.machine import Machine, read_machine
 from tokenmill.config.memory import render
 from tokenmill.config.resolve import apply_overrides, resolve
+from tokenmill.contracts.seams import GrammarManager, NoGrammars
 from tokenmill.core.build import build_scheduler
 from tokenmill.engine.client import InProcessClient
 from tokenmill.engine.core import EngineCore
@@ -34,6 +35,7 @@ from tokenmill.errors import ConfigError, did_you_mean
 from tokenmill.kernels.accelerator import find_accelerator
 from tokenmill.kernels.native import active_isa
 from tokenmill.sampling_params import SamplingParams
+from tokenmill.structured_output.build import build_grammars
 from tokenmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEn
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
         loading_tokenizer = pool.submit(read_tokenizer, args, checkpoint)
         config = settle_config(args, checkpoint)
-        core = _build_core(config, checkpoint, progress)
+        core = _build_core(config, checkpoint, progress, args, loading_tokenizer.result)
         front_end = build_front_end(args, checkpoint, config, loading_tokenizer.result())
     return LLMEngine(
         config=config,
@@ -121,11 +123,7 @@ def build_front_end(
 ) -> FrontEnd:
     """All that needs no torch. Raises `ConfigError` for a generation config that cannot work."""
     generation = generation_config(args, checkpoint.generation_config)
-    eos_token_ids = end_token_ids(
-        config.model.hf_config.get("eos_token_id"),
-        generation.get("eos_token_id"),
-        () if tokenizer is None else tokenizer.eos_token_ids,
-    )
+    eos_token_ids = _end_token_ids(config, generation, tokenizer)
     return FrontEnd(
         config=config,
         tokenizer=tokenizer,
@@ -135,12 +133,32 @@ def build_front_end(
     )
 
 
+def _end_token_ids(
+    config: EngineConfig, generation: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    return end_token_ids(
+        config.model.hf_config.get("eos_token_id"),
+        generation.get("eos_token_id"),
+        () if tokenizer is None else tokenizer.eos_token_ids,
+    )
+
+
 def build_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
     """The core of a settled config, in a process that has not opened the model yet."""
-    return _build_core(config, _opener(args)(Path(config.model.path)), on_progress)
+    checkpoint = _opener(args)(Path(config.model.path))
+    # Only grammars need the tokenizer here: it is read when the first request has one.
+    return _build_core(
+        config, checkpoint, on_progress, args, lambda: read_tokenizer(args, checkpoint)
+    )
 
 
-def _build_core(config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> EngineCore:
+def _build_core(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    args: EngineArgs,
+    tokenizer: Callable[[], Tokenizer | None],
+) -> EngineCore:
     """Workers, executor and scheduler. Here torch is imported for the first time."""
     from tokenmill.executor.local import LocalExecutor
     from tokenmill.worker.build import build_worker
@@ -148,8 +166,14 @@ def _build_core(config: EngineConfig, checkpoint: Checkpoint, progress: Progress
     worker = build_worker(config, checkpoint, lambda done, total: progress("load", done, total))
     depth = config.scheduler.max_steps_in_flight
     executor = LocalExecutor(worker, background=depth > 1 and config.device == "cpu")
-    scheduler = build_scheduler(config, worker.kv_cache_config)
-    return EngineCore(scheduler, executor, max_steps_in_flight=depth)
+    generation = generation_config(args, checkpoint.generation_config)
+    grammars: GrammarManager = NoGrammars()
+    if not args.skip_tokenizer_init:
+        grammars = build_grammars(
+            config, tokenizer, lambda known: _end_token_ids(config, generation, known)
+        )
+    scheduler = build_scheduler(config, worker.kv_cache_config, grammars)
+    return EngineCore(scheduler, executor, max_steps_in_flight=depth, grammars=grammars)
 
 
 def _opener(args: EngineArgs) -> Callable[[Path], Checkpoint]:

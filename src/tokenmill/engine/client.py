@@ -56,6 +56,7 @@ class InProcessClient:
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         for request in requests:
             self.core.add_request(request)
+        self.core.wait_for_grammars([request.request_id for request in requests])
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self.core.abort_requests(request_ids)

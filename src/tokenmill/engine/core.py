@@ -6,26 +6,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
+from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.contracts.request import EngineCoreOutputs, EngineCoreRequest
-from tokenmill.contracts.seams import Executor, StepFuture
+from tokenmill.contracts.seams import Executor, GrammarManager, NoGrammars, StepFuture
 from tokenmill.core.scheduler import Scheduler
-from tokenmill.errors import EngineDeadError
-
-
-class GrammarManager(Protocol):
-    """Makes the masks of a step while its forward pass runs."""
-
-    def get_grammar_bitmask(self, plan: SchedulerOutput) -> GrammarOutput | None:
-        """Masks for the plan's structured requests; None if there are none."""
-        ...
-
-
-class NoGrammars:
-    """No request is restricted by a grammar."""
-
-    def get_grammar_bitmask(self, plan: SchedulerOutput) -> None:
-        return None
+from tokenmill.errors import EngineDeadError, InvalidRequestError
 
 
 class StepJournal(Protocol):
@@ -55,6 +40,9 @@ class EngineCore:
 
     At depth 1 a step is planned when the one before has settled. At depth 2 the next one is planned
     and submitted while one runs; tokens are the same. Call it from one thread only.
+
+    The masks of a step's grammars are filled while its forward pass runs. At depth 2 they depend on
+    the tokens of the step before: then only sampling waits for those, not the forward pass.
     """
 
     def __init__(
@@ -72,6 +60,9 @@ class EngineCore:
         """Set by whoever wants to know what a crash interrupted, before the first step."""
         self.num_settled_steps = 0
         self._in_flight: deque[tuple[SchedulerOutput, StepFuture]] = deque()
+        self._unsampled: SchedulerOutput | None = None
+        """A plan whose forward pass was started, and whose masks wait for the step before."""
+        self._refusals: list[tuple[str, InvalidRequestError]] = []
         self._closed = False
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -92,9 +83,34 @@ class EngineCore:
         """Whether another `step` is needed."""
         return bool(self._in_flight) or self.scheduler.has_requests()
 
+    def take_refusals(self) -> list[tuple[str, InvalidRequestError]]:
+        """Requests that were queued and then found to be wrong: their grammar cannot be had. They
+        are out of the engine, and each is told once.
+        """
+        self._refuse_failed()
+        refusals, self._refusals = self._refusals, []
+        return refusals
+
+    def wait_for_grammars(self, request_ids: Iterable[str]) -> None:
+        """Wait until it is known whether these requests' grammars can be had.
+
+        Raises `InvalidRequestError` for the first that cannot; all of them are out of the engine
+        then.
+        """
+        ids = list(request_ids)
+        for request_id in ids:
+            self._grammars.wait(request_id)
+        refusals = self.take_refusals()
+        self._refusals = [each for each in refusals if each[0] not in ids]
+        for request_id, error in refusals:
+            if request_id in ids:
+                self.abort_requests(ids)
+                raise error
+
     def step(self) -> EngineCoreOutputs:
         """Submit as many steps as may be in flight, then wait for the oldest and settle it."""
         self._check_alive()
+        self._refuse_failed()
         while len(self._in_flight) < self._max_steps_in_flight and self._submit():
             pass
         if not self._in_flight:
@@ -103,26 +119,49 @@ class EngineCore:
         outputs = self.scheduler.update_from_output(plan, future.result())
         self.num_settled_steps += 1
         self.journal.end(plan)
+        if self._unsampled is not None:
+            self._sample(self._unsampled)
         return outputs
 
     def shutdown(self) -> None:
         """Stop the executor; may be called twice."""
         self._closed = True
         self._executor.shutdown()
+        self._grammars.shutdown()
+
+    def _refuse_failed(self) -> None:
+        """Take requests out whose grammar cannot be had."""
+        failures = self._grammars.take_failures()
+        if failures:
+            self.scheduler.abort_requests(request_id for request_id, _ in failures)
+            self._refusals += failures
 
     def _submit(self) -> bool:
         """Plan a step and start it; False if there is nothing to compute.
 
         A step without tokens is not sent: freed rows are told with the next one.
         """
+        if self._unsampled is not None:
+            return False
         plan = self.scheduler.schedule()
         if not plan.req_ids:
             return False
         self.journal.begin(plan)
+        waits = bool(plan.structured_req_ids and self._in_flight)
+        if not waits:
+            self._grammars.begin(plan)
         self._executor.execute_model(plan)
+        if waits:
+            self._unsampled = plan
+            return False
+        self._sample(plan)
+        return True
+
+    def _sample(self, plan: SchedulerOutput) -> None:
+        """Finish the step whose forward pass was started last."""
+        self._unsampled = None
         grammar_output = self._grammars.get_grammar_bitmask(plan)
         self._in_flight.append((plan, self._executor.sample_tokens(grammar_output)))
-        return True
 
     def _check_alive(self) -> None:
         if self._closed:

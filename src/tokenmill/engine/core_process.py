@@ -108,6 +108,7 @@ class CoreLoop:
         False is the end.
         """
         self._page.turn()
+        self._send_refusals()
         message = self._channel.receive(self._patience_ms())
         while message is not None:
             if isinstance(message, wire.Stop):
@@ -148,6 +149,11 @@ class CoreLoop:
             self._core.add_request(request)
         except InvalidRequestError as error:
             self._channel.send(wire.Refusal(request.request_id, wire.describe(error)))
+
+    def _send_refusals(self) -> None:
+        """Tell of requests that were queued and then found to be wrong."""
+        for request_id, error in self._core.take_refusals():
+            self._channel.send(wire.Refusal(request_id, wire.describe(error)))
 
     def _step(self) -> None:
         num_settled = self._core.num_settled_steps

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.config.structured_outputs import same_backend
 from tokenmill.contracts.request import EngineCoreRequest
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
 from tokenmill.sampling_params import ALL_LOGPROBS, MAX_INTEGER, SamplingParams
+from tokenmill.structured_outputs import StructuredOutputsParams
 from tokenmill.tokenizer.tokenizer import Tokenizer
 
 _SEED_MASK = 2**64 - 1
@@ -48,6 +50,7 @@ class InputProcessor:
         self._vocab_size = config.model.vocab_size
         self._max_logprobs = config.max_logprobs
         self._takes_priority = config.scheduler.policy == "priority"
+        self._grammar_backend = config.structured_outputs.backend
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(config.seed)
@@ -188,11 +191,27 @@ class InputProcessor:
             self._check_logprobs(name, getattr(params, name))
         if params.stop_token_ids:
             self._checked_ids("stop_token_ids", params.stop_token_ids)
+        if params.structured_outputs is not None:
+            self._check_structured_outputs(params.structured_outputs)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError(
                 "stop needs a tokenizer, and the engine has none (skip_tokenizer_init);"
                 " use stop_token_ids.",
                 parameter="stop",
+            )
+
+    def _check_structured_outputs(self, form: StructuredOutputsParams) -> None:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "structured_outputs needs a tokenizer, and the engine has none"
+                " (skip_tokenizer_init).",
+                parameter="structured_outputs",
+            )
+        if form.backend is not None and not same_backend(form.backend, self._grammar_backend):
+            raise InvalidRequestError(
+                f"structured_outputs.backend={shown(form.backend)} is not this engine's, which is"
+                f" {self._grammar_backend!r} (structured_outputs_config); leave it out.",
+                parameter="structured_outputs.backend",
             )
 
     def _check_logprobs(self, name: str, value: int | None) -> None:

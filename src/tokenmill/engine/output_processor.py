@@ -56,6 +56,7 @@ class _Sequence:
         )
         self.logprobs = LogprobsProcessor(tokenizer, params.logprobs, params.prompt_logprobs)
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self._end_ids = frozenset((request.eos_token_id, *request.stop_token_ids))
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -80,7 +81,7 @@ class _Sequence:
         self.stop_reason = output.stop_reason
         self.error = output.error
         stop_string = self.detokenizer.update(
-            output.new_token_ids, stop_token=output.finish_reason is FinishReason.STOP
+            output.new_token_ids, stop_token=self._ends_with_stop_token(output)
         )
         if output.prompt_logprobs is not None:
             self.logprobs.set_prompt(output.prompt_logprobs, self.user.source.prompt_token_ids)
@@ -92,6 +93,13 @@ class _Sequence:
         stopped_early = self.finish_reason is None
         self.finish_reason, self.stop_reason = FinishReason.STOP, stop_string
         return stopped_early
+
+    def _ends_with_stop_token(self, output: EngineCoreOutput) -> bool:
+        """Whether the last token only says that the text has ended; a text that has the form it was
+        to have ends with its own last token.
+        """
+        last = output.new_token_ids[-1] if output.new_token_ids else None
+        return output.finish_reason is FinishReason.STOP and last in self._end_ids
 
     def taken_up(self, request: EngineCoreRequest) -> EngineCoreRequest:
         """The request as another core is to take it up: going on after the tokens so far, and

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenmill.kernels.bitmask import apply_bitmask
+
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
@@ -20,10 +22,4 @@ class GrammarMask:
 
     def apply(self, logits: torch.Tensor) -> None:
         """Set the logits [num_rows, vocab_size] of tokens that are not allowed to -inf."""
-        if self.logits_rows.size == 0:
-            return
-        words = np.ascontiguousarray(self.bitmask, dtype="<i4")
-        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-        banned = torch.from_numpy(bits[:, : logits.shape[1]] == 0)
-        rows = torch.from_numpy(self.logits_rows)
-        logits[rows] = logits[rows].masked_fill_(banned, -torch.inf)
+        apply_bitmask(logits, self.bitmask, self.logits_rows)

@@ -126,6 +126,10 @@ class Tokenizer:
         """Text of one token as it reads inside a text; U+FFFD for parts of a character."""
         return self._decoding.token_text(token_id)
 
+    def to_json(self) -> str:
+        """The tokenizer as the library writes it, for other programs that read that."""
+        return str(self._backend.to_str())
+
     def token_to_id(self, token: str) -> int | None:
         """Id of a token as the vocabulary spells it."""
         token_id: int | None = self._backend.token_to_id(token)

@@ -61,6 +61,8 @@ class RowTable:
         cached = plan.scheduled_cached_reqs
         for row, block_ids in zip(cached.rows, cached.new_block_ids, strict=True):
             self.append_blocks(row, block_ids)
+        for row, token_ids in zip(cached.appended_rows, cached.appended_token_ids, strict=True):
+            self.append_tokens(row, token_ids)
         row_of = dict(zip(plan.req_ids, plan.rows, strict=True)) if plan.draft_token_ids else {}
         for req_id, draft_ids in plan.draft_token_ids.items():
             self.set_drafts(row_of[req_id], draft_ids)
@@ -90,6 +92,13 @@ class RowTable:
         """Append new blocks, one list for each KV cache group."""
         for table, new_ids in zip(self.block_tables, block_ids, strict=True):
             table.append(row, new_ids)
+
+    def append_tokens(self, row: int, token_ids: Sequence[int]) -> None:
+        """Add known tokens behind those that the row has."""
+        start = self.num_tokens[row]
+        end = start + len(token_ids)
+        self.token_ids[row, start:end] = token_ids
+        self.num_tokens[row] = end
 
     def set_drafts(self, row: int, draft_token_ids: Sequence[int]) -> None:
         """Write drafts behind a row's known tokens, in place of earlier ones."""

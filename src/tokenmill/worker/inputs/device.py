@@ -78,6 +78,10 @@ class DeviceInputs:
             self._add_blocks(request.row, [0] * len(self._block_ids), starts, parts)
         for place, row in enumerate(cached.rows):
             self._add_blocks(row, [int(first[place]) for first in first_new], starts, parts)
+        for row, token_ids in zip(cached.appended_rows, cached.appended_token_ids, strict=True):
+            end = row * self._token_ids.shape[1] + int(self.rows.num_tokens[row])
+            starts.append(end - len(token_ids))
+            parts.append(np.array(token_ids, np.int32))
         if plan.draft_token_ids:
             row_of = dict(zip(plan.req_ids, plan.rows, strict=True))
             for req_id, draft_ids in plan.draft_token_ids.items():
