@@ -9,6 +9,7 @@ void bind_attention(nb::module_& module);
 void bind_bitmask(nb::module_& module);
 void bind_elementwise(nb::module_& module);
 void bind_program(nb::module_& module);
+void bind_sampling(nb::module_& module);
 void bind_step_gather(nb::module_& module);
 }  // namespace tokenmill
 
@@ -19,5 +20,6 @@ NB_MODULE(_native, module) {
   tokenmill::bind_bitmask(module);
   tokenmill::bind_elementwise(module);
   tokenmill::bind_program(module);
+  tokenmill::bind_sampling(module);
   tokenmill::bind_step_gather(module);
 }

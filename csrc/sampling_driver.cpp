@@ -92,7 +92,30 @@ class RowSampler {
     call_.token_ids[row_] = best.index;
     call_.is_valid[row_] = std::isfinite(best.value);
     if (call_.is_greedy[row_] || !std::isfinite(best.value)) return;
-    scale_logits_avx512(logits, size_, best.value, call_.temperature[row_], scaled_);
+    const Kept kept = filter(logits, best.value);
+    call_.token_ids[row_] = draw_avx512(scaled_, size_, best.index, kept, key());
+  }
+
+  // The row as it is drawn from.
+  void run_filter(float* out) {
+    const float* logits = call_.logits.row(row_);
+    const Largest best = find_largest_avx512(logits, size_);
+    if (call_.is_greedy[row_] || !std::isfinite(best.value)) {
+      std::copy(logits, logits + size_, out);
+      return;
+    }
+    const Kept kept = filter(logits, best.value);
+    for (int id = 0; id < size_; ++id) {
+      const bool stays =
+          scaled_[id] > kept.lowest || (scaled_[id] == kept.lowest && id <= kept.last);
+      out[id] = stays ? logits[id] / call_.temperature[row_] : -kInfinity;
+    }
+  }
+
+ private:
+  // Scales the logits; which of them may be drawn.
+  Kept filter(const float* logits, float best) {
+    scale_logits_avx512(logits, size_, best, call_.temperature[row_], scaled_);
     Kept kept{-kInfinity, size_};
     if (call_.min_p[row_] > 0.0f) kept.lowest = std::log(call_.min_p[row_]);
     if (call_.top_k[row_] > 0 && call_.top_k[row_] < size_)
@@ -100,10 +123,9 @@ class RowSampler {
     if (call_.top_p[row_] < 1.0) kept = nucleus(kept.lowest, call_.top_p[row_]);
     // Banned tokens are -inf; they are never drawn.
     kept.lowest = std::max(kept.lowest, -3e38f);
-    call_.token_ids[row_] = draw_avx512(scaled_, size_, best.index, kept, key());
+    return kept;
   }
 
- private:
   std::uint64_t key() const {
     constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15ull;
     return mix64(mix64(call_.seed[row_] + kGolden) +
@@ -194,6 +216,12 @@ class RowScorer {
 void sample(const SampleCall& call) {
   require_vectors();
   parallel_for(call.logits.num_rows, [&](int row, int) { RowSampler(call, row).run(); });
+}
+
+void filter_logits(const SampleCall& call, float* out, std::int64_t out_stride) {
+  require_vectors();
+  parallel_for(call.logits.num_rows,
+               [&](int row, int) { RowSampler(call, row).run_filter(out + row * out_stride); });
 }
 
 void score_tokens(const ScoreCall& call) {

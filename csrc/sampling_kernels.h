@@ -41,6 +41,9 @@ struct ScoreCall {
 };
 
 void sample(const SampleCall& call);
+// What `sample` draws from, in `out` [num_rows, vocab_size]: logits / temperature, -infinity where
+// the filters drop a token. Greedy rows stay as they are. Reads no seed, position or result.
+void filter_logits(const SampleCall& call, float* out, std::int64_t out_stride);
 void score_tokens(const ScoreCall& call);
 
 // ---------------------------------------------------------------------------------------------

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenmill.config.engine_args import EngineArgs
+    from tokenmill.contracts.logits_processor import LogitsProcessor, ProcessorContext
     from tokenmill.engine.llm_engine import LLMEngine
+    from tokenmill.entrypoints.beam_search import BeamSearchParams
     from tokenmill.entrypoints.llm import LLM
     from tokenmill.errors import TokenmillError
-    from tokenmill.outputs import CompletionOutput, Logprob, RequestOutput
+    from tokenmill.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
+    from tokenmill.repetition import RepetitionDetectionParams
     from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
@@ -25,22 +28,32 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
     "LLM": "tokenmill.entrypoints.llm",
+    "BeamSearchParams": "tokenmill.entrypoints.beam_search",
     "LLMEngine": "tokenmill.engine.llm_engine",
     "EngineArgs": "tokenmill.config.engine_args",
     "SamplingParams": "tokenmill.sampling_params",
     "RequestOutputKind": "tokenmill.sampling_params",
     "RequestOutput": "tokenmill.outputs",
     "CompletionOutput": "tokenmill.outputs",
+    "FlatLogprobs": "tokenmill.outputs",
     "Logprob": "tokenmill.outputs",
+    "LogitsProcessor": "tokenmill.contracts.logits_processor",
+    "ProcessorContext": "tokenmill.contracts.logits_processor",
+    "RepetitionDetectionParams": "tokenmill.repetition",
     "TokenmillError": "tokenmill.errors",
 }
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
+    "FlatLogprobs",
     "LLMEngine",
+    "LogitsProcessor",
     "Logprob",
+    "ProcessorContext",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -12,7 +12,7 @@ from tokenmill.worker.graphs.cuda import GraphSizes
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 """Integers of a hash wrap; numpy, which the interpreter computes with, warns of that."""
 
-PROMPTS = [[5, 9, 20], [(7 * i) % 390 + 3 for i in range(9)], [33]]
+PROMPTS = [[5, 9, 20], [(7 * i) % 390 + 3 for i in range(9)], [33], [5, 9, 5]]
 """Together few enough for one tile: the interpreter's products of larger tiles round otherwise, as
 those of a GPU do not.
 """
@@ -20,7 +20,20 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1),
     SamplingParams(temperature=1, seed=3, top_k=20, max_tokens=3, ignore_eos=True, logprobs=0),
     SamplingParams(temperature=0.7, seed=4, max_tokens=4, min_tokens=4, top_p=0.9),
+    SamplingParams(
+        temperature=1.0,
+        seed=5,
+        max_tokens=5,
+        ignore_eos=True,
+        repetition_penalty=1.5,
+        frequency_penalty=1.5,
+        presence_penalty=1.0,
+        logit_bias={5: 9.0, 9: 9.0, 30: 9.0},
+        allowed_token_ids=[5, 9, 30, 31],
+        logprob_token_ids=[5, 9],
+    ),
 ]
+"""The last one's tokens depend on those that the host has not seen when they are sampled."""
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,7 @@ class FakeEngine:
         self.config = engine_config(**config)
         self.tokenizer = tiny_tokenizer(chat_template)
         self.default_params = SamplingParams()
+        self.end_token_ids = (2,)
         self.author = author
         self.is_ready = True
         self.is_healthy = True

@@ -19,7 +19,14 @@ VOCAB_SIZE = 8192
 WISHES = [
     {"temperature": 0.0},
     {"temperature": 1.0},
-    {"temperature": 1.0, "top_p": 0.5, "logprobs": 2},
+    {
+        "temperature": 1.0,
+        "top_p": 0.5,
+        "logprobs": 2,
+        "frequency_penalty": 0.5,
+        "logit_bias": {5: 1.0},
+        "allowed_token_ids": [1, 2, 3],
+    },
 ]
 
 

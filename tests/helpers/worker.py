@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from helpers.sampling import new_request, sample
+from helpers.sampling import edited, new_request, sample
 from tokenmill.attention.backend import CommonAttentionMetadata
 from tokenmill.attention.forward_context import get_attention_metadata
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from tokenmill.contracts.plan import NewRequestData, SchedulerOutput
 from tokenmill.contracts.result import ModelRunnerOutput
-from tokenmill.sampling_params import SamplingParams
 from tokenmill.worker.drafts import Drafter
 from tokenmill.worker.model_runner import AttentionGroup, ModelRunner, RunnerLimits
 from tokenmill.worker.worker import Worker
@@ -133,10 +132,11 @@ def generate_alone(
     prompt: Sequence[int], num_tokens: int, *, seed: int = 0, **params: Any
 ) -> list[int]:
     """What a request must get, by the reference sampler and no engine at all."""
-    sampling_params = SamplingParams(**params)
+    request = new_request(token_ids=prompt, **params)
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(sample(toy_logits(tokens).tolist(), sampling_params, seed, len(tokens)))
+        logits = edited(toy_logits(tokens).tolist(), request, tokens)
+        tokens.append(sample(logits.tolist(), request.sampling_params, seed, len(tokens)))
     return tokens[len(prompt) :]
 
 

@@ -55,11 +55,38 @@ REFUSED = {
     "stream_options": [5, {"include_usage": 1}],
     "timeout": [0, -1, "1"],
     "model": [5],
+    "presence_penalty": [3, -2.5, "1", True],
+    "frequency_penalty": [2.1, 1e400],
+    "repetition_penalty": [0, -1, 1e400, "1"],
+    "logit_bias": [
+        [1],
+        {"-1": 1},
+        {"x": 1},
+        {"1": "a"},
+        {"1": 1e400},
+        {"1000000": 1},
+        {str(i): 1 for i in range(2000)},
+    ],
+    "allowed_token_ids": [[], [-1], [10**6], ["a"], 5],
+    "bad_words": [[""], [1], "word", ["x"] * 129, ["x" * 1025]],
+    "thinking_token_budget": [-2, 1.5, "1", 5],
+    "repetition_detection": [
+        {},
+        5,
+        {"max_pattern_size": 0},
+        {"max_pattern_size": 3, "min_count": 1},
+        {"max_pattern_size": 10**6},
+    ],
+    "logprob_token_ids": [[-1], [10**6], list(range(129))],
+    "stream_interval": [0, 1.5],
+    "vllm_xargs": [5, {"a": 1}, {"a": {}}],
+    "use_beam_search": ["yes"],
+    "length_penalty": [2, "1"],
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_b006_b015_b127_values_are_refused_by_name_before_anything_is_queued(server, name):
+def test_b006_b015_b016_b127_values_are_refused_by_name_before_anything_is_queued(server, name):
     calls = len(server.engine.calls)
     for value in REFUSED[name]:
         body = json.dumps({"prompt": "One", name: value}).replace("Infinity", "1e999")

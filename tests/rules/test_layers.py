@@ -26,6 +26,8 @@ LAYERS: list[set[str]] = [
     {"observe"},
     {"outputs", "sampling_params"},
     {"structured_outputs"},
+    {"repetition"},
+    {"parameter_checks"},
     {"errors"},
 ]
 """From the top; a package imports from packages below it only."""

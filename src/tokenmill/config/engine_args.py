@@ -36,7 +36,8 @@ class EngineArgs:
     dtype: str = "auto"
     """Type of activations and KV cache: auto, bfloat16, float16 or float32 (the reference)."""
     quantization: str | None = None
-    """On a GPU: quantise matrices while they are loaded, to fp8 or int4."""
+    """Quantise matrices while they are loaded: int8 or int4 on a CPU, fp8 or int4 on a GPU (see
+    docs/formats.md)."""
     kv_cache_dtype: str = "auto"
     """Type of the KV cache: auto (as dtype), bfloat16, float16, float32, or int8 with a scale per
     token and head, which is half of bfloat16 (only on a CPU, by the native kernels)."""
@@ -75,6 +76,16 @@ class EngineArgs:
     """Compute threads."""
     max_logprobs: int = 20
     """Most log-probabilities per token a request may ask for; -1 is no limit."""
+    logprobs_mode: str = "raw_logprobs"
+    """raw_logprobs (the model's own distribution, behind a grammar's mask), raw_logits,
+    processed_logprobs (what tokens are drawn from: behind penalties, temperature and filters) or
+    processed_logits."""
+    logits_processors: list[Any] = field(default_factory=list)
+    """Custom logits processors: `module:Class`, or names that installed packages announce; offline
+    also classes (see docs/logits-processors.md)."""
+    stream_interval: int = 1
+    """Least number of tokens between two outputs of a stream; the first and the last come at
+    once."""
     seed: int = 0
     """Seeds of requests without one are drawn from this."""
     generation_config: str = "auto"

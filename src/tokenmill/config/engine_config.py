@@ -8,6 +8,9 @@ from typing import Any
 
 from tokenmill.config.structured_outputs import StructuredOutputsConfig
 
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+"""Which numbers a request's log-probabilities are."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -55,6 +58,18 @@ class SchedulerConfig:
     """`fcfs` or `priority`."""
     max_steps_in_flight: int
     """1: a step is planned when the one before has settled; 2: one step ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """What is the same for the sampling of all requests."""
+
+    logprobs_mode: str = "raw_logprobs"
+    """One of `LOGPROBS_MODES`."""
+    logits_processors: tuple[Any, ...] = ()
+    """What `contracts.logits_processor.load_processors` takes."""
+    stream_interval: int = 1
+    """Least number of tokens between two outputs of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +124,7 @@ class EngineConfig:
     """-1 is no limit."""
     seed: int
     ledger: MemoryLedger
+    sampling: SamplingConfig = SamplingConfig()
     reasoning_parser: str = "auto"
     """`auto`, `none` or the name of a family; `tokenizer.reasoning` makes marks of it."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.errors import ConfigError, shown
+from tokenmill.errors import ConfigError, did_you_mean, shown
 
 _LARGEST = sys.float_info.max
 
@@ -98,6 +98,15 @@ def at_least(name: str, value: object, low: int) -> int:
     """`value` of the setting `name`, which must be an integer of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name}={shown(value)} must be an integer of at least {low}.")
+    return value
+
+
+def one_of(name: str, value: str, known: Sequence[str]) -> str:
+    """`value` of the setting `name`, which must be one of these."""
+    if value not in known:
+        raise ConfigError(
+            f"{name}={shown(value)} is not one of: {', '.join(known)}.{did_you_mean(value, known)}"
+        )
     return value
 
 

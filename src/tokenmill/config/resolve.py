@@ -25,16 +25,19 @@ from tokenmill.config.device import (
 from tokenmill.config.dtypes import FLOAT8, canonical_dtype, canonical_kv_dtype
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import (
+    LOGPROBS_MODES,
     CacheConfig,
     EngineConfig,
     ModelConfig,
     Reason,
+    SamplingConfig,
     SchedulerConfig,
 )
 from tokenmill.config.kv_pool import PoolSize, size_pool
 from tokenmill.config.machine import Machine
 from tokenmill.config.memory import StepShape, Weights, empty_ledger, kv_bytes_per_token
-from tokenmill.config.parameters import ModelParameters, at_least, read_parameters
+from tokenmill.config.parameters import ModelParameters, at_least, one_of, read_parameters
+from tokenmill.config.quantization import choose_quantization
 from tokenmill.config.structured_outputs import read_structured_outputs_config
 from tokenmill.errors import ConfigError, did_you_mean
 from tokenmill.tokenizer.reasoning import check_reasoning_parser
@@ -44,7 +47,6 @@ T = TypeVar("T", int, str)
 logger = logging.getLogger(__name__)
 
 POLICIES = ("fcfs", "priority")
-QUANTIZATIONS = ("fp8", "int4")
 MAX_BLOCK_SIZE = 256
 STEP_SECONDS = 0.1
 """A step should stay under this, so that the others' tokens keep flowing beside a long prompt."""
@@ -91,7 +93,7 @@ def resolve(
     max_model_len = _max_model_len(args, parameters, choices)
     kernels = choose_kernels(device, dtype, machine)
     kv_dtype = _kv_dtype(args, dtype, kernels)
-    quantization = _quantization(args, device, dtype)
+    quantization = choose_quantization(args.quantization, device, dtype, kernels)
     weights = Weights(
         tensor_shapes, tensor_formats, dtype, keeps_blocks(kernels, dtype), quantization
     )
@@ -119,11 +121,20 @@ def resolve(
         graphs=_graphs(args),
         num_threads=num_threads,
         max_logprobs=at_least("max_logprobs", args.max_logprobs, -1),
+        sampling=_sampling(args),
         seed=args.seed,
         ledger=pool.ledger,
         reasoning_parser=check_reasoning_parser(args.reasoning_parser),
         structured_outputs=read_structured_outputs_config(args.structured_outputs_config),
         reasons=tuple(choices.reasons),
+    )
+
+
+def _sampling(args: EngineArgs) -> SamplingConfig:
+    return SamplingConfig(
+        logprobs_mode=one_of("logprobs_mode", args.logprobs_mode, LOGPROBS_MODES),
+        logits_processors=tuple(args.logits_processors),
+        stream_interval=at_least("stream_interval", args.stream_interval, 1),
     )
 
 
@@ -180,24 +191,6 @@ def _kv_dtype(args: EngineArgs, dtype: str, kernels: str) -> str:
             f" {where}; this engine runs on the {kernels} kernels. Use kv_cache_dtype='auto'."
         )
     return kv_dtype
-
-
-def _quantization(args: EngineArgs, device: str, dtype: str) -> str | None:
-    wanted = args.quantization
-    if wanted is None:
-        return None
-    if wanted not in QUANTIZATIONS:
-        raise ConfigError(
-            f"quantization={wanted!r} is not one of: {', '.join(QUANTIZATIONS)}."
-            f"{did_you_mean(wanted, QUANTIZATIONS)}"
-        )
-    if device != "cuda" or dtype != "bfloat16":
-        raise ConfigError(
-            f"quantization={wanted!r} needs device='cuda' and dtype='bfloat16'; this engine has"
-            f" device={device!r} and dtype={dtype!r}. On a CPU, take a GGUF file with block"
-            f" weights, which keep their codes."
-        )
-    return wanted
 
 
 def _block_size(args: EngineArgs, defaults: DeviceDefaults, choices: _Choices) -> int:

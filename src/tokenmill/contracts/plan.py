@@ -16,7 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenmill.contracts.request import AdapterRef, EngineCoreRequest, MultiModalFeature
+from tokenmill.contracts.request import (
+    AdapterRef,
+    EngineCoreRequest,
+    MultiModalFeature,
+    TokenRules,
+)
 from tokenmill.sampling_params import SamplingParams
 
 BlockIds = tuple[list[int], ...]
@@ -41,6 +46,7 @@ class NewRequestData:
     """Every id that could end the request; masked below `min_tokens`, empty without a minimum."""
     adapter: AdapterRef | None = None
     mm_features: list[MultiModalFeature] = field(default_factory=list)
+    token_rules: TokenRules | None = None
 
     @classmethod
     def from_request(
@@ -64,6 +70,7 @@ class NewRequestData:
             stop_token_ids=tuple(request.min_tokens_mask_ids),
             adapter=request.adapter,
             mm_features=request.mm_features,
+            token_rules=request.token_rules,
         )
 
 

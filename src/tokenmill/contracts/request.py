@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tokenmill.sampling_params import SamplingParams
+from tokenmill.tokenizer.reasoning import ReasoningMarkers
 
 
 class FinishReason(enum.IntEnum):
@@ -21,6 +22,8 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    REPETITION = 4
+    """The output repeats itself: `repetition_detection`."""
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -50,6 +53,15 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
 
     name: str
     load_id: str
+
+
+class TokenRules(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """Sampling parameters that are text, as the ids that the front end has made of them."""
+
+    bad_words: list[list[int]] = []
+    """Sequences of at least one id that must not be completed."""
+    reasoning: ReasoningMarkers | None = None
+    """The marks that `thinking_token_budget` goes by."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -84,15 +96,20 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     mm_features: list[MultiModalFeature] = []
     adapter: AdapterRef | None = None
     kv_transfer_params: dict[str, Any] = {}
+    token_rules: TokenRules | None = None
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at one position: the chosen token first, then the k best in order."""
+class TokenLogprobs(msgspec.Struct, array_like=True, omit_defaults=True):
+    """Log-probabilities at one position: the chosen token first, then the k best in order, or ids
+    that the request has named.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
     """Rank of the chosen token: entries with a value at least its own, so 1 is best."""
+    ranks: list[int] = []
+    """Of the others, where they are not the best ones but ids that somebody named."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):

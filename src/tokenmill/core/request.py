@@ -39,6 +39,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH = 4
     FINISHED_ABORTED = 5
     FINISHED_ERROR = 6
+    FINISHED_REPETITION = 7
 
 
 FINISH_REASONS = {
@@ -46,6 +47,7 @@ FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_REPETITION: FinishReason.REPETITION,
 }
 
 _FINAL = frozenset(FINISH_REASONS)
@@ -69,9 +71,9 @@ class Request:
         "block_hashes",
         "data",
         "draft_token_ids",
+        "first_scheduled_time",
         "holds_for_forced",
         "is_structured",
-        "first_scheduled_time",
         "max_tokens",
         "min_tokens",
         "num_cached_tokens",
@@ -81,9 +83,11 @@ class Request:
         "num_prompt_tokens",
         "num_settled_tokens",
         "num_steps_in_flight",
-        "num_untold_tokens",
         "num_unsent_tokens",
+        "num_untold_tokens",
         "pending_prompt_logprobs",
+        "reads_prefix_cache",
+        "repetition_detection",
         "request_id",
         "row",
         "sort_key",
@@ -101,6 +105,8 @@ class Request:
         self.max_tokens = min(data.max_tokens, max_total_tokens - self.num_prompt_tokens)
         self.min_tokens = min(data.sampling_params.min_tokens, self.max_tokens)
         self.stop_token_ids = frozenset(data.stop_token_ids)
+        self.repetition_detection = data.sampling_params.repetition_detection
+        self.reads_prefix_cache = not data.sampling_params.skip_reading_prefix_cache
 
         self.status = RequestStatus.WAITING
         self.wait_reason: str | None = None

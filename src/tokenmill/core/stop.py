@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.core.request import Request, RequestStatus
+from tokenmill.repetition import ends_with_repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +19,14 @@ class Stop:
 
 _EOS = Stop(RequestStatus.FINISHED_STOPPED)
 _LENGTH = Stop(RequestStatus.FINISHED_LENGTH)
+_REPETITION = Stop(RequestStatus.FINISHED_REPETITION)
 
 
 def check_stop(request: Request) -> Stop | None:
     """Whether the last output token ends the request.
 
-    Nothing stops below `min_tokens`; then the end token, stop ids and the length count, in this
-    order: an end token on the last allowed place reports `stop`.
+    Nothing stops below `min_tokens`; then the end token, stop ids, the length and repetitions
+    count, in this order: an end token on the last allowed place reports `stop`.
     """
     num_output_tokens = request.num_output_tokens
     if num_output_tokens < request.min_tokens:
@@ -36,6 +38,11 @@ def check_stop(request: Request) -> Stop | None:
         return Stop(RequestStatus.FINISHED_STOPPED, token_id)
     if num_output_tokens >= request.max_tokens:
         return _LENGTH
+    detection = request.repetition_detection
+    if detection is not None and ends_with_repetition(
+        request.all_token_ids, request.num_prompt_tokens, detection
+    ):
+        return _REPETITION
     return None
 
 

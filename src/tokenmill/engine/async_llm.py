@@ -229,6 +229,11 @@ class AsyncLLM:
         return self._requests.stats.snapshot(self._requests.num_unfinished)
 
     @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a text of this model."""
+        return self._input_processor.end_token_ids
+
+    @property
     def core_pid(self) -> int | None:
         """The core's process; None while there is none."""
         client = self._supervisor.client

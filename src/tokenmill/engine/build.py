@@ -101,13 +101,13 @@ def settle_config(args: EngineArgs, checkpoint: Checkpoint) -> EngineConfig:
         config=checkpoint.config,
         tensor_shapes=checkpoint.tensor_shapes,
         tensor_formats=checkpoint.tensor_formats,
-        machine=_machine(args),
+        machine=find_machine(args),
     )
     _log_choices(config)
     return config
 
 
-def _machine(args: EngineArgs) -> Machine:
+def find_machine(args: EngineArgs) -> Machine:
     """What there is to run on; GPUs are looked for unless the CPU was asked for."""
     machine = read_machine(isa=active_isa())
     if args.device == "cpu":
@@ -129,7 +129,7 @@ def build_front_end(
         tokenizer=tokenizer,
         default_params=default_sampling_params(generation),
         input_processor=InputProcessor(config, tokenizer, eos_token_ids),
-        output_processor=OutputProcessor(tokenizer),
+        output_processor=OutputProcessor(tokenizer, config.sampling.stream_interval),
     )
 
 

@@ -15,11 +15,15 @@ from typing import Any
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.structured_outputs import same_backend
-from tokenmill.contracts.request import EngineCoreRequest
+from tokenmill.contracts.logits_processor import load_processors
+from tokenmill.contracts.request import EngineCoreRequest, TokenRules
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
+from tokenmill.engine.token_rules import token_rules
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
-from tokenmill.sampling_params import ALL_LOGPROBS, MAX_INTEGER, SamplingParams
+from tokenmill.parameter_checks import MAX_INTEGER
+from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
 from tokenmill.structured_outputs import StructuredOutputsParams
+from tokenmill.tokenizer.reasoning import reasoning_markers, resolve_reasoning_parser
 from tokenmill.tokenizer.tokenizer import Tokenizer
 
 _SEED_MASK = 2**64 - 1
@@ -52,7 +56,13 @@ class InputProcessor:
         self._takes_priority = config.scheduler.policy == "priority"
         self._grammar_backend = config.structured_outputs.backend
         self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
+        self.end_token_ids = eos_token_ids
+        """Every id that ends a text of this model."""
+        parser = resolve_reasoning_parser(config.reasoning_parser, tokenizer)
+        self._reasoning = (
+            None if parser is None or tokenizer is None else reasoning_markers(tokenizer, parser)
+        )
+        self._processors = load_processors(config.sampling.logits_processors)
         self._seeds = random.Random(config.seed)
         self._key_prefix = uuid.uuid4().hex[:8]
         self._key_numbers = itertools.count()
@@ -74,6 +84,7 @@ class InputProcessor:
         _check_caller(request_id, arrival_time)
         parsed = parse_prompt(prompt)
         self._check_params(params)
+        rules = token_rules(params, self._tokenizer, self._reasoning, self._vocab_size)
         self._check_priority(priority)
         token_ids = self._truncate(self._token_ids(parsed, params), params)
         self._check_length(len(token_ids))
@@ -86,7 +97,7 @@ class InputProcessor:
             params=params,
             children=[
                 self._core_request(
-                    token_ids, parsed, params, child_seed(seed, i), priority, arrived
+                    token_ids, parsed, params, rules, child_seed(seed, i), priority, arrived
                 )
                 for i in range(params.n)
             ],
@@ -97,18 +108,19 @@ class InputProcessor:
         token_ids: list[int],
         parsed: ParsedPrompt,
         params: SamplingParams,
+        rules: TokenRules | None,
         seed: int,
         priority: int,
         arrival_time: float,
     ) -> EngineCoreRequest:
         room = self._max_model_len - len(token_ids)
-        eos, *more_eos = self._eos_token_ids or (None,)
+        eos, *more_eos = self.end_token_ids or (None,)
         user_stops = params.stop_token_ids or []
         if params.ignore_eos:
             eos_token_id, stop_token_ids = None, user_stops
         else:
             eos_token_id, stop_token_ids = eos, list(dict.fromkeys([*user_stops, *more_eos]))
-        every_stop = [*self._eos_token_ids, *user_stops]
+        every_stop = [*self.end_token_ids, *user_stops]
         return EngineCoreRequest(
             request_id=f"{self._key_prefix}-{next(self._key_numbers)}",
             prompt_token_ids=token_ids,
@@ -121,6 +133,7 @@ class InputProcessor:
             min_tokens_mask_ids=list(dict.fromkeys(every_stop)) if params.min_tokens else [],
             priority=priority,
             cache_salt=parsed.cache_salt,
+            token_rules=rules,
         )
 
     def _token_ids(self, parsed: ParsedPrompt, params: SamplingParams) -> list[int]:
@@ -187,10 +200,12 @@ class InputProcessor:
                 f"sampling_params is a {type(params).__name__}; it must be SamplingParams.",
                 parameter="sampling_params",
             )
-        for name in ("logprobs", "prompt_logprobs"):
-            self._check_logprobs(name, getattr(params, name))
-        if params.stop_token_ids:
-            self._checked_ids("stop_token_ids", params.stop_token_ids)
+        if params.logprob_token_ids is None:  # else there is a limit of its own
+            self._check_logprobs("logprobs", params.logprobs)
+        self._check_logprobs("prompt_logprobs", params.prompt_logprobs)
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+            self._checked_ids(name, getattr(params, name) or ())
+        self._check_extra_args(params)
         if params.structured_outputs is not None:
             self._check_structured_outputs(params.structured_outputs)
         if params.stop and self._tokenizer is None:
@@ -199,6 +214,22 @@ class InputProcessor:
                 " use stop_token_ids.",
                 parameter="stop",
             )
+
+    def _check_extra_args(self, params: SamplingParams) -> None:
+        """Ask the operator's processors."""
+        if params.extra_args is not None and not self._processors:
+            raise InvalidRequestError(
+                f"extra_args={shown(params.extra_args)} is for custom logits processors, and this"
+                f" engine has none (logits_processors); leave it out.",
+                parameter="extra_args",
+            )
+        for processor in self._processors:
+            try:
+                processor.validate_params(params)
+            except InvalidRequestError:
+                raise
+            except ValueError as error:
+                raise InvalidRequestError(str(error), parameter="extra_args") from error
 
     def _check_structured_outputs(self, form: StructuredOutputsParams) -> None:
         if self._tokenizer is None:

@@ -109,6 +109,11 @@ class LLMEngine:
         return [*(output for output in kept if output.request_id in ids), *outputs]
 
     @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a text of this model."""
+        return self._input_processor.end_token_ids
+
+    @property
     def summary(self) -> str:
         """One line on the model, its kernels and its memory."""
         return summary(self.config)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenmill.contracts.request import TokenLogprobs
-from tokenmill.outputs import Logprob, PositionLogprobs
+from tokenmill.outputs import FlatLogprobs, Logprob, PositionLogprobs
+from tokenmill.sampling_params import SamplingParams
 from tokenmill.tokenizer.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -16,14 +17,16 @@ _MAX_CONTEXT = 4
 class LogprobsProcessor:
     """Collects one sequence's log-probabilities."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, num_logprobs: int | None, num_prompt_logprobs: int | None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
-        self.positions: list[PositionLogprobs] | None = None if num_logprobs is None else []
-        self.cumulative_logprob = None if num_logprobs is None else 0.0
-        self.prompt_positions: list[PositionLogprobs | None] | None = None
-        self._wants_prompt = num_prompt_logprobs is not None
+        self._is_flat = params.flat_logprobs
+        self.positions: list[PositionLogprobs] | FlatLogprobs | None = None
+        self.cumulative_logprob: float | None = None
+        if params.logprobs is not None:
+            self.positions = FlatLogprobs() if self._is_flat else []
+            self.cumulative_logprob = 0.0
+        self.prompt_positions: list[PositionLogprobs | None] | FlatLogprobs | None = None
+        self._wants_prompt = params.prompt_logprobs is not None
 
     def update(self, entries: Sequence[TokenLogprobs], token_ids: Sequence[int]) -> None:
         """Add one entry per new token; `token_ids` is the whole output, the new ones included."""
@@ -38,15 +41,19 @@ class LogprobsProcessor:
         """Take the prompt's entries: one for each token but the first, which nothing predicts."""
         if not self._wants_prompt:
             return
-        self.prompt_positions = [None]
+        positions: list[PositionLogprobs | None] = [None]
         for i, entry in enumerate(entries, start=1):
-            self.prompt_positions.append(self._position(entry, prompt_token_ids[:i]))
+            positions.append(self._position(entry, prompt_token_ids[:i]))
+        self.prompt_positions = FlatLogprobs(positions) if self._is_flat else positions
 
     def _position(self, entry: TokenLogprobs, context: Sequence[int]) -> PositionLogprobs:
-        """The chosen token with its rank, then the best ones, ranked by their order."""
-        chosen, *best = zip(entry.token_ids, entry.logprobs, strict=True)
+        """The chosen token with its rank, then the best ones, ranked by their order, or those that
+        were named.
+        """
+        chosen, *others = zip(entry.token_ids, entry.logprobs, strict=True)
         position = {chosen[0]: self._logprob(chosen[0], chosen[1], entry.rank, context)}
-        for rank, (token_id, logprob) in enumerate(best, start=1):
+        ranks = entry.ranks or range(1, len(others) + 1)
+        for rank, (token_id, logprob) in zip(ranks, others, strict=True):
             position.setdefault(token_id, self._logprob(token_id, logprob, rank, context))
         return position
 

@@ -45,16 +45,18 @@ class _Sequence:
         index: int,
         user: _UserRequest,
         tokenizer: Tokenizer | None,
+        stream_interval: int,
     ) -> None:
         params = user.source.params
         self.core_id = request.request_id
         self.index = index
         self.user = user
         self.kind = params.output_kind
+        self._interval = max(stream_interval, params.stream_interval or 1)
         self.detokenizer: Detokenizer = make_detokenizer(
             tokenizer, request.prompt_token_ids, params
         )
-        self.logprobs = LogprobsProcessor(tokenizer, params.logprobs, params.prompt_logprobs)
+        self.logprobs = LogprobsProcessor(tokenizer, params)
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self._end_ids = frozenset((request.eos_token_id, *request.stop_token_ids))
         self.num_cached_tokens = 0
@@ -132,8 +134,9 @@ class _Sequence:
         )
 
     def has_news(self) -> bool:
-        """Whether there is anything to tell since the last snapshot."""
-        return len(self.detokenizer.token_ids) > self._num_tokens_sent
+        """Whether there is enough to tell since the last snapshot; a first token is."""
+        num_new = len(self.detokenizer.token_ids) - self._num_tokens_sent
+        return num_new >= (self._interval if self._num_tokens_sent else 1)
 
     def prompt_logprobs_news(self) -> bool:
         """Whether the prompt's log-probabilities are due: always, but in deltas only once."""
@@ -145,8 +148,10 @@ class _Sequence:
 class OutputProcessor:
     """Keeps the state of every request that the user still waits for."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stream_interval: int = 1) -> None:
+        """`stream_interval` is the least number of tokens between two outputs of a stream."""
         self._tokenizer = tokenizer
+        self._stream_interval = stream_interval
         self._sequences: dict[str, _Sequence] = {}
         self._by_user_id: dict[str, list[_UserRequest]] = {}
 
@@ -159,7 +164,7 @@ class OutputProcessor:
         """Expect outputs for every sequence of a request."""
         user = _UserRequest(source, {child.request_id for child in source.children})
         for index, child in enumerate(source.children):
-            sequence = _Sequence(child, index, user, self._tokenizer)
+            sequence = _Sequence(child, index, user, self._tokenizer, self._stream_interval)
             user.sequences.append(sequence)
             self._sequences[child.request_id] = sequence
         self._by_user_id.setdefault(source.request_id, []).append(user)
@@ -252,8 +257,15 @@ class OutputProcessor:
 
 def _merged(parts: list[RequestMetrics]) -> RequestMetrics:
     """The times of several sequences as those of one request: the first, and the last."""
-    if len(parts) == 1:
-        return replace(parts[0])
+    if len(parts) == 1:  # field by field: `replace` takes longer than all else of an output
+        only = parts[0]
+        return RequestMetrics(
+            only.arrival_time,
+            only.first_scheduled_time,
+            only.first_token_time,
+            only.last_token_time,
+            only.num_preemptions,
+        )
 
     def known(name: str) -> list[float]:
         return [value for part in parts if (value := getattr(part, name)) is not None]

@@ -73,7 +73,7 @@ def _append(earlier: CompletionOutput, news: CompletionOutput) -> None:
     earlier.text += news.text
     earlier.token_ids += news.token_ids
     if earlier.logprobs is not None and news.logprobs is not None:
-        earlier.logprobs += news.logprobs
+        earlier.logprobs.extend(news.logprobs)
     earlier.cumulative_logprob = news.cumulative_logprob
     earlier.finish_reason = news.finish_reason
     earlier.stop_reason = news.stop_reason

@@ -116,9 +116,13 @@ FromCore = (
 
 
 def _plain(value: Any) -> Any:
-    """What msgspec knows no encoding for: read-only mappings in a model's config."""
+    """What msgspec knows no encoding for: read-only mappings in a model's config, and classes of
+    logits processors, which the other process finds by name.
+    """
     if isinstance(value, MappingProxyType):
         return dict(value)
+    if isinstance(value, type):
+        return f"{value.__module__}:{value.__qualname__}"
     raise NotImplementedError(f"a {type(value).__name__} cannot be sent to another process")
 
 

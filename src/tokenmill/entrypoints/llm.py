@@ -13,6 +13,7 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.engine.build import Progress
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.prompts import Prompt, TokensPrompt
+from tokenmill.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from tokenmill.entrypoints.chat.render import render_chat
 from tokenmill.entrypoints.chat.templates import read_template
 from tokenmill.entrypoints.progress import request_progress
@@ -88,6 +89,37 @@ class LLM:
             )
         with self._turn:
             return self._run(prompt_list, params_list, priorities, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+        concurrency_limit: int | None = None,
+    ) -> list[RequestOutput]:
+        """The likeliest continuations of every prompt, best first; in the order of the prompts.
+
+        `concurrency_limit` is the most prompts that are searched at the same time. Raises
+        `InvalidRequestError` for a `beam_width` beyond half of the engine's `max_logprobs`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(
+                f"params is a {type(params).__name__}; it must be BeamSearchParams.",
+                parameter="params",
+            )
+        engine = self.llm_engine
+        searches = [
+            BeamSearch(prompt, params, engine.config, engine.end_token_ids)
+            for prompt in _as_prompts(prompts)
+        ]
+        limit = len(searches) if concurrency_limit is None else max(concurrency_limit, 1)
+        with self._turn, request_progress(len(searches), shown=use_tqdm) as advance:
+            for begin in range(0, len(searches), limit):
+                self._search(searches[begin : begin + limit])
+                for search in searches[begin : begin + limit]:
+                    advance(search.result(None))
+        return [search.result(engine.tokenizer) for search in searches]
 
     def chat(
         self,
@@ -181,6 +213,17 @@ class LLM:
                 parameter="sampling_params",
             )
         return params
+
+    def _search(self, searches: list[BeamSearch]) -> None:
+        """Extend all beams of these searches, step by step, until all are done."""
+        while running := [search for search in searches if not search.is_done]:
+            asked = [search.prompts() for search in running]
+            prompts = [prompt for each in asked for prompt in each]
+            outputs = iter(
+                self._run(prompts, [running[0].request] * len(prompts), [0] * len(prompts), False)
+            )
+            for search, each in zip(running, asked, strict=True):
+                search.advance([next(outputs) for _ in each])
 
     def _run(
         self,

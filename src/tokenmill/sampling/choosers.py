@@ -26,6 +26,14 @@ class TokenChooser(Protocol):
         """
         ...
 
+    def filtered(
+        self, logits: torch.Tensor, is_greedy: npt.NDArray[np.bool_], columns: RandomColumns
+    ) -> torch.Tensor:
+        """What tokens are drawn from: logits / temperature, and -inf where a filter drops one, as
+        a new tensor. Greedy rows stay as they are, and so do those without a finite best logit.
+        """
+        ...
+
 
 class TorchChooser:
     """The plain way: what the native one is compared with."""
@@ -47,12 +55,8 @@ class TorchChooser:
         self, logits: torch.Tensor, best: torch.Tensor, columns: RandomColumns, drawn: IntArray
     ) -> IntArray:
         """A random token of each of the logits rows `drawn`, [len(drawn)]."""
-        rows = torch.from_numpy(drawn)
         columns = columns.take(drawn)
-        temperature = torch.from_numpy(columns.temperature).unsqueeze(1)
-        scaled = (logits[rows] - best[rows].unsqueeze(1)) / temperature
-        for candidate_filter in self._filters:
-            candidate_filter.apply(scaled, columns)
+        scaled = self._scaled(logits, best, columns, torch.from_numpy(drawn))
         keys = stream_keys(columns.seed, columns.position)
         token_ids = np.empty(len(drawn), np.int64)
         for i, row_logits in enumerate(scaled.numpy()):
@@ -60,6 +64,29 @@ class TorchChooser:
             noisy = row_logits[candidates] + gumbel_noise(keys[i], candidates)
             token_ids[i] = candidates[np.argmax(noisy)]
         return token_ids
+
+    def filtered(
+        self, logits: torch.Tensor, is_greedy: npt.NDArray[np.bool_], columns: RandomColumns
+    ) -> torch.Tensor:
+        best, out = logits.amax(-1), logits.clone()
+        drawn = np.flatnonzero(best.isfinite().numpy() & ~is_greedy)
+        rows, columns = torch.from_numpy(drawn), columns.take(drawn)
+        scaled = self._scaled(logits, best, columns, rows)
+        divided = logits[rows] / torch.from_numpy(columns.temperature).unsqueeze(1)
+        out[rows] = divided.masked_fill_(scaled == -torch.inf, -torch.inf)
+        return out
+
+    def _scaled(
+        self, logits: torch.Tensor, best: torch.Tensor, columns: RandomColumns, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Some rows with their maximum at 0, divided by the temperature and filtered; the columns
+        are those of these rows.
+        """
+        temperature = torch.from_numpy(columns.temperature).unsqueeze(1)
+        scaled = (logits[rows] - best[rows].unsqueeze(1)) / temperature
+        for candidate_filter in self._filters:
+            candidate_filter.apply(scaled, columns)
+        return scaled
 
 
 class NativeChooser:
@@ -79,6 +106,21 @@ class NativeChooser:
             seed=columns.seed,
             position=columns.position,
         )
+
+    def filtered(
+        self, logits: torch.Tensor, is_greedy: npt.NDArray[np.bool_], columns: RandomColumns
+    ) -> torch.Tensor:
+        out = torch.empty_like(logits)
+        native.module().filter_logits(
+            logits,
+            is_greedy,
+            columns.temperature,
+            columns.min_p,
+            columns.top_k,
+            columns.top_p,
+            out,
+        )
+        return out
 
 
 def token_chooser() -> TokenChooser:

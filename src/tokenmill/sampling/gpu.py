@@ -14,10 +14,14 @@ import numpy.typing as npt
 import torch
 
 from tokenmill.contracts.request import TokenLogprobs
-from tokenmill.kernels.gpu.bitmask import apply_bitmask, ban_tokens
+from tokenmill.kernels.gpu.bitmask import apply_bitmask
 from tokenmill.kernels.gpu.logprobs import row_logprobs
 from tokenmill.kernels.gpu.sampling import SamplingWorkspace, num_rows_of_variants, sample
+from tokenmill.sampling.edits import BannedTokens, BeforeSample, BiasedTokens, LogitsEdit, Penalties
+from tokenmill.sampling.gpu_edits import PenaltyCounts, apply_edit
+from tokenmill.sampling.gpu_filter import filtered
 from tokenmill.sampling.grammar_mask import GrammarMask
+from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.sampling.metadata import IntArray, RandomColumns, SamplingMetadata
 from tokenmill.sampling.sampler import SamplerOutput
 
@@ -43,13 +47,15 @@ class GpuSamples:
     """Rows that asked for log-probabilities."""
     num_best: IntArray
     """How many of the best tokens each of them lists."""
+    named: Sequence[IntArray | None] = ()
+    """Or the ids that they have named."""
     _on_host: SamplerOutput | None = field(default=None)
 
     def to_host(self) -> SamplerOutput:
         """Wait for them."""
         if self._on_host is None:
             token_ids, is_valid, *scores = self.arrive()
-            logprobs = _read_scores(scores, self.num_best) if scores else []
+            logprobs = _read_scores(scores, self.num_best, self.named) if scores else []
             self._on_host = SamplerOutput(
                 token_ids=token_ids.astype(np.int64),
                 is_valid=is_valid.astype(np.bool_),
@@ -69,8 +75,11 @@ class GpuSampler:
         max_num_rows: int,
         vocab_size: int,
         device: torch.device,
+        mode: LogprobsMode | None = None,
     ) -> None:
         """`max_num_rows` is the most logits rows that a step samples from."""
+        self._mode = mode or LogprobsMode()
+        self._penalty_counts = PenaltyCounts(vocab_size, device)
         self._stage = stage
         self._to_host = to_host
         self._vocab_size = vocab_size
@@ -83,7 +92,7 @@ class GpuSampler:
         for num_rows in num_rows_of_variants(len(self._workspace.state), self._vocab_size):
             for num_wishes in range(3):
                 logits = torch.zeros((num_rows, self._vocab_size), device=self._device)
-                metadata = _blank_metadata(num_rows, self._vocab_size, num_wishes)
+                metadata = _blank_metadata(num_rows, self._vocab_size, num_wishes, self._device)
                 self.forward(logits, metadata).to_host()
 
     def forward(self, logits: torch.Tensor, metadata: SamplingMetadata) -> GpuSamples:
@@ -93,29 +102,36 @@ class GpuSampler:
         arrays = _arrays_of(metadata)
         if asked.size:
             arrays |= {"asked": asked, "listed": _order(num_best)}
+            arrays |= _named_ids(metadata, asked)
         tensors = self._stage(list(arrays.values())) if arrays else []
         staged = dict(zip(arrays, tensors, strict=True))
         if "bitmask" in staged:
             apply_bitmask(logits, staged["bitmask"], staged["masked_rows"])
         raw = logits
         are_all_asked = asked.size == len(logits)
-        if asked.size and ("banned_ids" in staged or not are_all_asked):
+        if asked.size and not self._mode.is_processed and (metadata.edits or not are_all_asked):
             raw = logits[staged["asked"]]
-        if "banned_ids" in staged:
-            ban_tokens(logits, staged["banned_rows"], staged["banned_ids"])
+        for number, edit in enumerate(metadata.edits):
+            given = {name: staged[f"{number}.{name}"] for name in edit.arrays()}
+            apply_edit(edit, logits, given, metadata.token_ids, self._penalty_counts)
         token_ids, is_valid = self._choose(logits, metadata, staged)
         found = [token_ids, is_valid]
         if asked.size:
             chosen = token_ids if are_all_asked else token_ids[staged["asked"]]
-            found += _score(raw, chosen, num_best, staged["listed"])
-        return GpuSamples(token_ids, self._to_host(found), asked, num_best)
+            if self._mode.is_processed:
+                raw = _processed(logits, chosen, staged)
+            found += _score(raw, chosen, num_best, staged["listed"], self._mode)
+            if "named_ids" in staged:
+                found += _score_named(raw, found[3], staged, self._mode)
+        named = [metadata.listed_ids.get(row) for row in asked.tolist()]
+        return GpuSamples(token_ids, self._to_host(found), asked, num_best, named)
 
     def score(
         self, logits: torch.Tensor, token_ids: IntArray, num_best: IntArray
     ) -> tuple[list[TokenLogprobs], list[bool]]:
         """Raw log-probabilities of given tokens; waits for the device."""
         chosen, listed = self._stage([token_ids, _order(num_best)])
-        scores = self._to_host(_score(logits, chosen, num_best, listed))()
+        scores = self._to_host(_score(logits, chosen, num_best, listed, self._mode))()
         return _read_scores(scores, num_best), np.isfinite(_best_logits(scores)).tolist()
 
     def _choose(
@@ -142,7 +158,7 @@ class GpuSampler:
 
     def _allocate(self, max_num_rows: int) -> None:
         self._workspace = SamplingWorkspace.allocate(max_num_rows, self._vocab_size, self._device)
-        unused = _arrays_of(_blank_metadata(max_num_rows, self._vocab_size, 1))
+        unused = _arrays_of(_blank_metadata(max_num_rows, self._vocab_size, 1, self._device))
         self._unused_columns = {
             name: torch.from_numpy(unused[name]).to(self._device) for name in _COLUMNS
         }
@@ -169,13 +185,22 @@ def _arrays_of(metadata: SamplingMetadata) -> dict[str, HostArray]:
     if metadata.grammar.logits_rows.size:
         arrays["masked_rows"] = metadata.grammar.logits_rows
         arrays["bitmask"] = metadata.grammar.bitmask
-    if metadata.banned_token_ids:
-        banned = metadata.banned_token_ids
-        arrays["banned_rows"] = np.repeat(
-            np.array(list(banned), np.int64), [len(ids) for ids in banned.values()]
-        )
-        arrays["banned_ids"] = np.concatenate(list(banned.values()))
+    for number, edit in enumerate(metadata.edits):
+        arrays |= {f"{number}.{name}": array for name, array in edit.arrays().items()}
     return arrays
+
+
+def _named_ids(metadata: SamplingMetadata, asked: IntArray) -> dict[str, HostArray]:
+    """Pairs of rows that ask for log-probabilities, and ids that they have named."""
+    if not metadata.listed_ids:
+        return {}
+    pairs = [(i, metadata.listed_ids.get(row)) for i, row in enumerate(asked.tolist())]
+    found = [(i, ids) for i, ids in pairs if ids is not None]
+    rows = np.array([i for i, _ in found], np.int64)
+    return {
+        "named_rows": np.repeat(rows, [len(ids) for _, ids in found]),
+        "named_ids": np.concatenate([ids for _, ids in found]),
+    }
 
 
 def _any_filter(metadata: SamplingMetadata) -> bool:
@@ -184,7 +209,9 @@ def _any_filter(metadata: SamplingMetadata) -> bool:
     return bool((is_filtered & ~metadata.is_greedy).any())
 
 
-def _blank_metadata(num_rows: int, vocab_size: int, num_wishes: int) -> SamplingMetadata:
+def _blank_metadata(
+    num_rows: int, vocab_size: int, num_wishes: int, device: torch.device
+) -> SamplingMetadata:
     """Rows that are greedy, that draw at random, or that ask for all there is."""
     asks_all = num_wishes == 2
     return SamplingMetadata(
@@ -199,10 +226,24 @@ def _blank_metadata(num_rows: int, vocab_size: int, num_wishes: int) -> Sampling
         ),
         wants_logprobs=np.full(num_rows, asks_all),
         num_logprobs=np.ones(num_rows, np.int64),
-        banned_token_ids={0: np.zeros(1, np.int64)} if asks_all else {},
+        edits=_blank_edits() if asks_all else (),
+        token_ids=torch.zeros((1, 1), dtype=torch.int32, device=device),
         grammar=GrammarMask(np.zeros(1, np.int64), np.full((1, -(-vocab_size // 32)), -1, np.int32))
         if asks_all
         else GrammarMask(),
+    )
+
+
+def _blank_edits() -> tuple[LogitsEdit, ...]:
+    """Edits of the first row, one for each kernel; they read a token."""
+    first, zeros = np.zeros(1, np.int64), np.zeros(1, np.float32)
+    before = BeforeSample(
+        logits_rows=first, table_rows=first, positions=first + 1, num_prompt_tokens=first
+    )
+    return (
+        BannedTokens(first, first),
+        BiasedTokens(first, first, zeros),
+        Penalties(before, zeros + 1, zeros, zeros),
     )
 
 
@@ -226,7 +267,11 @@ def _groups(num_best: IntArray) -> Iterator[tuple[int, int, int]]:
 
 
 def _score(
-    logits: torch.Tensor, chosen: torch.Tensor, num_best: IntArray, order: torch.Tensor
+    logits: torch.Tensor,
+    chosen: torch.Tensor,
+    num_best: IntArray,
+    order: torch.Tensor,
+    mode: LogprobsMode,
 ) -> list[torch.Tensor]:
     """Chosen ids, what normalises the rows, the ids' log-probabilities and ranks, each [m]; then
     (ids, log-probabilities) of the best tokens of each group.
@@ -236,11 +281,54 @@ def _score(
     logprob = torch.empty(num_rows, device=logits.device)
     rank = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     row_logprobs(logits, chosen, normalizer, logprob, rank)
+    if mode.are_logits:
+        logprob = logits.gather(1, chosen.long().unsqueeze(1)).squeeze(1)
     scores = [chosen, normalizer, logprob, rank]
     for count, begin, end in _groups(num_best):
         rows = order[begin:end]
-        scores += _best_tokens(logits[rows], normalizer[rows], count)
+        ids, values = _best_tokens(logits[rows], normalizer[rows], count)
+        scores += [ids, logits[rows.unsqueeze(1), ids] if mode.are_logits else values]
     return scores
+
+
+def _score_named(
+    logits: torch.Tensor,
+    normalizer: torch.Tensor,
+    staged: dict[str, torch.Tensor],
+    mode: LogprobsMode,
+) -> list[torch.Tensor]:
+    """(values, ranks) of the ids that rows have named, each [pairs]."""
+    rows, ids = staged["named_rows"], staged["named_ids"]
+    values = logits[rows, ids]
+    ranks = [(logits[rows[part]] >= values[part].unsqueeze(1)).sum(1) for part in _parts(len(rows))]
+    if not mode.are_logits:
+        values = values - normalizer[rows, 0] - normalizer[rows, 1]
+    return [values, torch.cat(ranks)]
+
+
+def _processed(
+    logits: torch.Tensor, chosen: torch.Tensor, staged: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """What tokens were drawn from: the rows that ask, [m, vocab_size]."""
+    asked = staged["asked"]
+    if "seed" not in staged:  # all are greedy
+        return logits[asked]
+    columns = {name: staged[name][asked] for name in _COLUMNS}
+    parts = [
+        filtered(
+            logits[asked[part]],
+            chosen[part],
+            {name: column[part] for name, column in columns.items()},
+        )
+        for part in _parts(len(asked))
+    ]
+    return torch.cat(parts)
+
+
+def _parts(count: int) -> list[slice]:
+    """So many rows, some of them at once."""
+    starts = range(0, count, _ROWS_LISTED_AT_ONCE)
+    return [slice(start, start + _ROWS_LISTED_AT_ONCE) for start in starts]
 
 
 def _best_tokens(
@@ -264,8 +352,12 @@ def _best_logits(scores: Sequence[HostArray]) -> npt.NDArray[np.float32]:
     return scores[1][:, 0].astype(np.float32)
 
 
-def _read_scores(scores: Sequence[HostArray], num_best: IntArray) -> list[TokenLogprobs]:
-    """What `_score` has found, by row."""
+def _read_scores(
+    scores: Sequence[HostArray], num_best: IntArray, named: Sequence[IntArray | None] = ()
+) -> list[TokenLogprobs]:
+    """What `_score` and, of rows that have named ids, `_score_named` have found; by row."""
+    if any(ids is not None for ids in named):
+        *scores, named_values, named_ranks = scores
     chosen, _, logprob, rank, *best = scores
     ids = [[token] for token in chosen.tolist()]
     values = [[value] for value in logprob.tolist()]
@@ -276,4 +368,13 @@ def _read_scores(scores: Sequence[HostArray], num_best: IntArray) -> list[TokenL
         for row, row_ids, row_values in listed:
             ids[row] += row_ids
             values[row] += row_values
-    return [TokenLogprobs(*row) for row in zip(ids, values, rank.tolist(), strict=True)]
+    entries = [TokenLogprobs(*row) for row in zip(ids, values, rank.tolist(), strict=True)]
+    begin = 0
+    for entry, its_ids in zip(entries, named, strict=bool(named)):
+        if its_ids is not None:
+            end = begin + len(its_ids)
+            entry.token_ids += its_ids.tolist()
+            entry.logprobs += named_values[begin:end].tolist()
+            entry.ranks = named_ranks[begin:end].tolist()
+            begin = end
+    return entries

@@ -1,8 +1,9 @@
-"""Raw log-probabilities: of the model's own distribution, before temperature and filters."""
+"""Log-probabilities of tokens, from logits: how they are found, and of which distribution."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +13,23 @@ import torch
 from tokenmill.contracts.request import TokenLogprobs
 from tokenmill.kernels import fused, native
 from tokenmill.sampling.metadata import IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsMode:
+    """Which numbers callers get, by the name that the setting `logprobs_mode` has."""
+
+    is_processed: bool = False
+    """Of what tokens are drawn from: behind edits, temperature and filters. Else (raw) of the
+    model's own distribution, behind the grammar's mask only."""
+    are_logits: bool = False
+    """Logits as they are, not log-probabilities."""
+
+    @classmethod
+    def named(cls, name: str) -> LogprobsMode:
+        """One of `LOGPROBS_MODES` of `config/engine_config.py`."""
+        source, kind = name.split("_")
+        return cls(source == "processed", kind == "logits")
 
 
 class TokenScorer(Protocol):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tokenmill.sampling.grammar_mask import GrammarMask
+
+if TYPE_CHECKING:
+    from tokenmill.sampling.edits import LogitsEdit
 
 IntArray = npt.NDArray[np.int64]
 
@@ -49,6 +54,10 @@ class SamplingMetadata:
     wants_logprobs: npt.NDArray[np.bool_]
     num_logprobs: IntArray
     """How many of the best tokens are listed beside the chosen one."""
-    banned_token_ids: dict[int, IntArray] = field(default_factory=dict)
-    """By logits row: ids that must not be sampled there, since `min_tokens` is not reached."""
+    listed_ids: dict[int, IntArray] = field(default_factory=dict)
+    """By logits row: ids that are listed in place of the best ones."""
+    edits: tuple[LogitsEdit, ...] = ()
+    """In their order."""
+    token_ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+    """int32 [table rows, max_len], on the device of the logits: what edits read."""
     grammar: GrammarMask = field(default_factory=GrammarMask)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from tokenmill.contracts.logits_processor import LogitsProcessor
 from tokenmill.contracts.plan import NewRequestData
+from tokenmill.sampling.edits import BeforeSample, LogitsEdit
 from tokenmill.sampling.grammar_mask import GrammarMask
 from tokenmill.sampling.metadata import IntArray, RandomColumns, SamplingMetadata
+from tokenmill.sampling.row_edits import RowEdits, row_edits
 from tokenmill.sampling_params import ALL_LOGPROBS
 
 
@@ -21,13 +26,21 @@ class _Columns:
     random: RandomColumns
     wants_logprobs: npt.NDArray[np.bool_]
     num_logprobs: IntArray
-    any_min_tokens: bool
+    listed_ids: dict[int, IntArray]
+    asking: list[tuple[RowEdits, IntArray]]
+    """Edits that some of the rows ask for, and which do."""
 
 
 class RowSamplingParams:
     """Sampling parameters by row. A row's entries stay until another request enters it."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        """`processors` are the operator's own."""
         self._vocab_size = vocab_size
         self._is_greedy = np.zeros(max_num_seqs, np.bool_)
         self._columns = RandomColumns(
@@ -40,8 +53,10 @@ class RowSamplingParams:
         )
         self._wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self._num_logprobs = np.zeros(max_num_seqs, np.int64)
-        self._min_tokens = np.zeros(max_num_seqs, np.int64)
-        self._stop_token_ids = [np.empty(0, np.int64)] * max_num_seqs
+        self._listed_ids: dict[int, IntArray] = {}
+        self._edits = row_edits(max_num_seqs, vocab_size, processors)
+        self._asks = np.zeros((len(self._edits), max_num_seqs), np.bool_)
+        """Which rows ask for which edits."""
         self._last: tuple[bytes, _Columns] | None = None
         """Of the step before, by the bytes of its rows; forgotten when a row changes."""
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
@@ -60,22 +75,27 @@ class RowSamplingParams:
         columns.seed[row] = request.seed % 2**64
         self._wants_logprobs[row] = params.logprobs is not None
         self._num_logprobs[row] = self._count_best(params.logprobs)
+        self._listed_ids.pop(row, None)
+        if params.logprob_token_ids is not None:
+            self._num_logprobs[row] = 0
+            self._listed_ids[row] = np.array(params.logprob_token_ids, np.int64)
         self.num_prompt_logprobs[row] = self._count_best(params.prompt_logprobs)
-        self._min_tokens[row] = params.min_tokens
-        stop_ids = np.array(request.stop_token_ids, np.int64)
-        self._stop_token_ids[row] = stop_ids[stop_ids < self._vocab_size]
+        for asks, edits in zip(self._asks, self._edits, strict=True):
+            asks[row] = edits.set_row(row, request)
 
     def gather(
         self,
         rows: IntArray,
         positions: IntArray,
         num_prompt_tokens: IntArray,
+        token_ids: torch.Tensor,
         grammar: GrammarMask,
     ) -> SamplingMetadata:
         """The metadata of some logits rows.
 
         `rows` [n] says whose logits they are, `positions` [n] where in the sequence the sampled
-        token will stand; `num_prompt_tokens` is [max_num_seqs], by row.
+        token will stand; `num_prompt_tokens` is [max_num_seqs], by row. `token_ids`, int32
+        [max_num_seqs, max_len], has the rows' tokens where the logits are.
         """
         asked = self._columns_of(rows)
         columns = asked.random
@@ -91,9 +111,11 @@ class RowSamplingParams:
             ),
             wants_logprobs=asked.wants_logprobs,
             num_logprobs=asked.num_logprobs,
-            banned_token_ids=self._banned(rows, positions - num_prompt_tokens[rows])
-            if asked.any_min_tokens
-            else {},
+            listed_ids=asked.listed_ids,
+            edits=_gather_edits(asked.asking, rows, positions, num_prompt_tokens)
+            if asked.asking
+            else (),
+            token_ids=token_ids,
             grammar=grammar,
         )
 
@@ -101,7 +123,7 @@ class RowSamplingParams:
         """What these rows ask for; mostly the same rows as in the step before."""
         key = rows.tobytes()
         if self._last is None or self._last[0] != key:
-            columns = self._columns
+            columns, asks = self._columns, self._asks[:, rows]
             self._last = (
                 key,
                 _Columns(
@@ -109,15 +131,20 @@ class RowSamplingParams:
                     random=columns.take(rows),
                     wants_logprobs=self._wants_logprobs[rows],
                     num_logprobs=self._num_logprobs[rows],
-                    any_min_tokens=bool(self._min_tokens[rows].any()),
+                    listed_ids=self._listed(rows),
+                    asking=[
+                        (self._edits[i], np.flatnonzero(asks[i]))
+                        for i in np.flatnonzero(asks.any(1)).tolist()
+                    ],
                 ),
             )
         return self._last[1]
 
-    def _banned(self, rows: IntArray, num_output_tokens: IntArray) -> dict[int, IntArray]:
-        """By logits row: stop tokens of those that have too few tokens yet."""
-        short = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
-        return {i: self._stop_token_ids[rows[i]] for i in short.tolist()}
+    def _listed(self, rows: IntArray) -> dict[int, IntArray]:
+        if not self._listed_ids:
+            return {}
+        found = enumerate(map(self._listed_ids.get, rows.tolist()))
+        return {i: ids for i, ids in found if ids is not None}
 
     def wants_logprobs(self, rows: IntArray) -> npt.NDArray[np.bool_]:
         """Which of `rows` ask for log-probabilities of their generated tokens."""
@@ -127,3 +154,15 @@ class RowSamplingParams:
         if asked is None:
             return 0
         return self._vocab_size if asked == ALL_LOGPROBS else min(asked, self._vocab_size)
+
+
+def _gather_edits(
+    asking: list[tuple[RowEdits, IntArray]],
+    rows: IntArray,
+    positions: IntArray,
+    num_prompt_tokens: IntArray,
+) -> tuple[LogitsEdit, ...]:
+    """What these rows ask for, in its order."""
+    before = BeforeSample(np.arange(len(rows)), rows, positions, num_prompt_tokens[rows])
+    gathered = [edits.gather(before.take(indices)) for edits, indices in asking]
+    return tuple(edit for edit in gathered if edit is not None)

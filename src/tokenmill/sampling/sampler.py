@@ -2,16 +2,17 @@
 
 grammar mask
 raw log-probabilities of the rows that ask
-edits                       min_tokens, ...
+edits                       allowed ids, bad words, min_tokens, biases, custom processors,
+                            penalties, the end of reasoning: `edits.py`
 greedy rows                 the best token, of equal ones the smallest id
 random rows                 (logits - best) / temperature
   filters                   min_p, top-k, top-p
   logits + Gumbel noise     the best token
+processed log-probabilities, if the engine gives these
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,9 +22,8 @@ import torch
 
 from tokenmill.contracts.request import TokenLogprobs
 from tokenmill.sampling.choosers import TokenChooser, token_chooser
-from tokenmill.sampling.logprobs import TokenScorer, token_scorer
+from tokenmill.sampling.logprobs import LogprobsMode, TokenScorer, token_scorer
 from tokenmill.sampling.metadata import IntArray, SamplingMetadata
-from tokenmill.sampling.transforms import LogitsEdit, MinTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ class Sampler:
 
     def __init__(
         self,
-        edits: Sequence[LogitsEdit] = (MinTokens(),),
         chooser: TokenChooser | None = None,
         scorer: TokenScorer | None = None,
+        mode: LogprobsMode | None = None,
     ) -> None:
-        self._edits = edits
         self._chooser = chooser or token_chooser()
         self._scorer = scorer or token_scorer()
+        self._mode = mode or LogprobsMode()
 
     def warm_up(self) -> None:
         """It is ready."""
@@ -99,18 +99,43 @@ class Sampler:
         """Sample one token from each row of float32 logits [n, vocab_size], which are edited."""
         metadata.grammar.apply(logits)
         asked = np.flatnonzero(metadata.wants_logprobs)
-        raw = logits[torch.from_numpy(asked)] if asked.size else None
-        for edit in self._edits:
-            edit.apply(logits, metadata)
+        scored: torch.Tensor | None = None
+        if asked.size and not self._mode.is_processed:
+            scored = logits[torch.from_numpy(asked)]
+        for edit in metadata.edits:
+            edit.apply(logits, metadata.token_ids)
         token_ids, is_valid = self._chooser.choose(logits, metadata)
+        if asked.size and self._mode.is_processed:
+            rows, columns = logits[torch.from_numpy(asked)], metadata.random.take(asked)
+            scored = self._chooser.filtered(rows, metadata.is_greedy[asked], columns)
         logprobs: dict[int, TokenLogprobs] = {}
-        if raw is not None:
-            entries, _ = self.score(raw, token_ids[asked], metadata.num_logprobs[asked])
-            logprobs = dict(zip(asked.tolist(), entries, strict=True))
+        if scored is not None:
+            entries, _ = self.score(scored, token_ids[asked], metadata.num_logprobs[asked])
+            for i, row in enumerate(asked.tolist()):
+                listed = metadata.listed_ids.get(row)
+                logprobs[row] = (
+                    entries[i] if listed is None else self._with(entries[i], scored[i], listed)
+                )
         return SamplerOutput(token_ids, is_valid, logprobs)
 
     def score(
         self, logits: torch.Tensor, token_ids: IntArray, num_best: IntArray
     ) -> tuple[list[TokenLogprobs], list[bool]]:
         """Raw log-probabilities of given tokens, one a row, and whether each row is finite."""
-        return self._scorer.score(logits, token_ids, num_best)
+        entries, is_finite = self._scorer.score(logits, token_ids, num_best)
+        if self._mode.are_logits:
+            values = logits.numpy()
+            for row, entry in zip(values, entries, strict=True):
+                entry.logprobs = row[entry.token_ids].tolist()
+        return entries, is_finite
+
+    def _with(self, entry: TokenLogprobs, logits: torch.Tensor, listed: IntArray) -> TokenLogprobs:
+        """A chosen token's entry with some ids behind it, of logits [vocab_size]."""
+        many = logits.expand(len(listed), -1)  # the same memory, seen as so many rows
+        others, _ = self.score(many, listed, np.zeros(len(listed), np.int64))
+        return TokenLogprobs(
+            [*entry.token_ids, *listed.tolist()],
+            [*entry.logprobs, *(other.logprobs[0] for other in others)],
+            entry.rank,
+            [other.rank for other in others],
+        )

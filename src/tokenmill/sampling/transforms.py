@@ -1,5 +1,5 @@
-"""Edits of the logits before a token is chosen. A new one is a class here and a line in
-`sampler.py`; it picks the rows that ask for it, and costs the others nothing.
+"""Filters of random rows: which tokens may be drawn. A new one is a class here and a line in
+`choosers.py`; it picks the rows that ask for it, and costs the others nothing.
 """
 
 from __future__ import annotations
@@ -9,15 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tokenmill.sampling.metadata import RandomColumns, SamplingMetadata
-
-
-class LogitsEdit(Protocol):
-    """Changes which token is best; applies to greedy and random rows alike."""
-
-    def apply(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-        """Edit float32 logits [n, vocab_size] in place."""
-        ...
+from tokenmill.sampling.metadata import RandomColumns
 
 
 class CandidateFilter(Protocol):
@@ -30,14 +22,6 @@ class CandidateFilter(Protocol):
         each row.
         """
         ...
-
-
-class MinTokens:
-    """Bans every id that could end a request whose output is too short."""
-
-    def apply(self, logits: torch.Tensor, metadata: SamplingMetadata) -> None:
-        for row, token_ids in metadata.banned_token_ids.items():
-            logits[row, torch.from_numpy(token_ids)] = -torch.inf
 
 
 class MinP:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.kernels import native
-from tokenmill.layers.kernels import uses_native_kernels
+from tokenmill.layers.kernels import layer_kernels, uses_native_kernels
 from tokenmill.models.loader import load_model
+from tokenmill.quantization.packed_blocks import Quantization
+from tokenmill.sampling.logprobs import LogprobsMode
+from tokenmill.sampling.sampler import Sampler
 from tokenmill.worker.bind import bind_attention, kv_cache_config
 from tokenmill.worker.graphs.cpu import record
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.model_runner import ModelRunner, RunnerLimits
+from tokenmill.worker.row_params import build_row_params
 from tokenmill.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -36,7 +41,9 @@ def build_worker(
 
         return build_gpu_worker(config, checkpoint, on_progress)
     _set_num_threads(config)
-    model = load_model(config.model, checkpoint, on_progress)
+    quantization = cast(Quantization | None, config.quantization)
+    kernels = layer_kernels(getattr(torch, config.model.dtype), quantization)
+    model = load_model(config.model, checkpoint, on_progress, kernels=kernels)
     cache = kv_cache_config(config, model)
     runner = ModelRunner(
         model,
@@ -48,6 +55,8 @@ def build_worker(
             block_size=config.cache.block_size,
             vocab_size=config.model.vocab_size,
         ),
+        sampler=Sampler(mode=LogprobsMode.named(config.sampling.logprobs_mode)),
+        row_params=build_row_params(config),
     )
     if config.graphs != "off" and uses_native_kernels(config.model.dtype):
         runner.capture(checked(record) if config.graphs == "check" else record)

@@ -24,6 +24,7 @@ from tokenmill.layers.gpu import GpuKernels, WeightFormat
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 from tokenmill.sampling.gpu import GpuSampler
+from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.worker.bind import bind_attention, kv_cache_config
 from tokenmill.worker.graphs.cuda import CudaGraphRecorder, GraphSizes
 from tokenmill.worker.graphs.forward import checked
@@ -31,6 +32,7 @@ from tokenmill.worker.inputs.device import DeviceInputs
 from tokenmill.worker.inputs.staging import Results, Staging
 from tokenmill.worker.model_runner import ModelRunner, RunnerLimits, num_kv_groups
 from tokenmill.worker.results import finish_later
+from tokenmill.worker.row_params import build_row_params
 from tokenmill.worker.rows import RowTable
 from tokenmill.worker.worker import Worker
 
@@ -122,7 +124,9 @@ def make_gpu_runner(
             max_num_rows=scheduler.max_num_seqs,
             vocab_size=config.model.vocab_size,
             device=device,
+            mode=LogprobsMode.named(config.sampling.logprobs_mode),
         ),
+        row_params=build_row_params(config),
         hand_over=finish_later,
     )
 

@@ -127,6 +127,7 @@ class ModelRunner:
         *,
         inputs: StepInputs | None = None,
         sampler: TokenSampler | None = None,
+        row_params: RowSamplingParams | None = None,
         drafter: Drafter | None = None,
         hand_over: Callable[[Finish], StepFuture] = finish_now,
     ) -> None:
@@ -143,7 +144,7 @@ class ModelRunner:
             limits.max_num_batched_tokens,
         )
         self._rows = self._inputs.rows
-        self._params = RowSamplingParams(limits.max_num_seqs, limits.vocab_size)
+        self._params = row_params or RowSamplingParams(limits.max_num_seqs, limits.vocab_size)
         self._sampler = sampler or Sampler()
         self._drafter = drafter or NullDrafter()
         self._hand_over = hand_over
@@ -250,8 +251,12 @@ class ModelRunner:
     ) -> Iterator[torch.Tensor]:
         """Logits after the tokens at `indices`, in slabs of at most `logits_slab` rows."""
         for begin in range(0, len(indices), self.limits.logits_slab):
-            slab = self._inputs.stage(indices[begin : begin + self.limits.logits_slab])
-            yield self._model.compute_logits(hidden_states[slab])
+            slab = indices[begin : begin + self.limits.logits_slab]
+            first, end = int(slab[0]), int(slab[-1]) + 1
+            if end - first == len(slab):  # rising: all of them, as where every request decodes
+                yield self._model.compute_logits(hidden_states[first:end])
+            else:
+                yield self._model.compute_logits(hidden_states[self._inputs.stage(slab)])
 
     def _compute_logits(self, hidden_states: torch.Tensor, indices: IntArray) -> torch.Tensor:
         """Logits after the tokens at `indices`, float32 [len(indices), vocab_size]."""
@@ -301,6 +306,7 @@ class ModelRunner:
             rows=batch.sampled_rows,
             positions=batch.sampled_positions,
             num_prompt_tokens=self._rows.num_prompt_tokens,
+            token_ids=self._inputs.token_ids,
             grammar=self._grammar_mask(batch, grammar_output),
         )
         return self._sampler.forward(state.logits, metadata)

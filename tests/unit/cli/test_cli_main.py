@@ -80,14 +80,17 @@ def test_version():
     assert run_cli("chat", "--version").stdout == f"tokenmill {__version__}\n"
 
 
+NO_FLAGS = {"detokenize", "flat_logprobs", "output_kind", "skip_clone", "stream_interval"}
+
+
 @pytest.mark.parametrize(
     ("command", "absent"),
     [
-        ("generate", {"detokenize", "output_kind"}),
+        ("generate", NO_FLAGS),
         (
             "chat",
-            {"detokenize", "output_kind", "n", "logprobs", "prompt_logprobs"}
-            | {"truncate_prompt_tokens"},
+            NO_FLAGS
+            | {"n", "logprobs", "logprob_token_ids", "prompt_logprobs", "truncate_prompt_tokens"},
         ),
     ],
 )
@@ -102,7 +105,8 @@ def test_every_setting_is_a_flag_with_its_text(command, absent):
     assert done.returncode == 0, done.stderr
     shown = [line.split() for line in done.stdout.splitlines()]
     rows = [words[1:] for words in shown if words[:1] == ["│"]]  # those of the tables
-    engine_fields = {field.name for field in fields(EngineArgs)} - {"seed", "skip_tokenizer_init"}
+    engine_fields = {field.name for field in fields(EngineArgs)}
+    engine_fields -= {"seed", "skip_tokenizer_init", "stream_interval"}
     docs = {name: field_docs(EngineArgs)[name] for name in engine_fields}
     docs |= {
         name: field_docs(SamplingParams)[name]

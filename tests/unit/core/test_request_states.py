@@ -48,6 +48,7 @@ def test_finish_reasons_are_the_words_users_see():
         "length",
         "abort",
         "error",
+        "repetition",
     ]
     assert make().finish_reason is None
     assert FINISH_REASONS[S.FINISHED_ABORTED] is FinishReason.ABORT

@@ -172,7 +172,7 @@ class NeverAsked:
 
 
 def test_b095_megabytes_are_refused_before_tokenizing() -> None:
-    by = InputProcessor(config(), NeverAsked(), EOS)
+    by = InputProcessor(config(reasoning_parser="none"), NeverAsked(), EOS)
     with pytest.raises(ContextLengthExceededError, match="10000000 characters"):
         process("x" * 10_000_000, by)
     with pytest.raises(AssertionError, match="1 characters"):

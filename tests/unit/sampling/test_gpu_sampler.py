@@ -6,18 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from helpers.sampling import metadata_of, new_request
+from helpers.asked import EDITS, OTHER_MARKS
+from helpers.sampling import edited, metadata_of, new_request
 from helpers.triton_interpreter import loop_over_scalars, patch_the_language_once
 from tokenmill.kernels.gpu import sampling
 from tokenmill.sampling.choosers import TorchChooser
 from tokenmill.sampling.gpu import GpuSampler
 from tokenmill.sampling.grammar_mask import GrammarMask
+from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.sampling.sampler import Sampler, SamplerOutput
 from tokenmill.worker.inputs.staging import Results, Staging
 
@@ -40,24 +43,27 @@ class CountedStaging:
         return self._staging.stage(arrays)
 
 
-def gpu_sampler(vocab_size, staging=None, max_num_rows=4):
+def gpu_sampler(vocab_size, staging=None, max_num_rows=4, mode=None):
     return GpuSampler(
         (staging or CountedStaging()).stage,
         Results(DEVICE).fetch,
         max_num_rows=max_num_rows,
         vocab_size=vocab_size,
         device=DEVICE,
+        mode=mode,
     )
 
 
-def check(requests, vocab_size, *, seed=0, staging=None, **asked) -> SamplerOutput:
+def check(requests, vocab_size, *, seed=0, staging=None, mode=None, **asked) -> SamplerOutput:
     """Both samplers agree on random logits, some of them equal."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(requests), vocab_size, generator=generator) * 4
     logits[1::2] = logits[1::2].round()
     metadata = metadata_of(requests, vocab_size, **asked)
-    want = Sampler(chooser=TorchChooser()).forward(logits.clone(), metadata)
-    samples = gpu_sampler(vocab_size, staging).forward(logits.to(DEVICE), metadata)
+    want = Sampler(chooser=TorchChooser(), mode=mode).forward(logits.clone(), metadata)
+    samples = gpu_sampler(vocab_size, staging, mode=mode).forward(
+        logits.to(DEVICE), on_device(metadata)
+    )
     found = samples.to_host()
     assert found.is_valid.tolist() == want.is_valid.tolist()
     assert found.token_ids.tolist() == want.token_ids.tolist()
@@ -67,12 +73,17 @@ def check(requests, vocab_size, *, seed=0, staging=None, **asked) -> SamplerOutp
     return found
 
 
+def on_device(metadata):
+    return replace(metadata, token_ids=metadata.token_ids.to(DEVICE))
+
+
 def check_scores(found, want):
     assert list(found) == list(want)
     for row, entry in want.items():
         assert found[row].token_ids == entry.token_ids
         assert found[row].logprobs == pytest.approx(entry.logprobs, abs=1e-5)
         assert found[row].rank == entry.rank
+        assert found[row].ranks == entry.ranks
 
 
 def test_rows_that_ask_for_different_things():
@@ -128,6 +139,83 @@ def test_all_rows_ask_and_some_are_banned():
         for row in range(3)
     ]
     check(requests, 40, num_output_tokens=[0, 1, 0])
+
+
+@pytest.mark.parametrize("edits", EDITS + OTHER_MARKS, ids=lambda edits: "+".join(edits))
+def test_edits_are_those_of_the_host(edits):
+    """Rows that ask beside rows that do not; one row's tokens are many."""
+    rng = np.random.default_rng(3)
+    requests = []
+    for row in range(6):
+        tokens = rng.integers(0, 10, 40 if row == 2 else int(rng.integers(2, 9))).tolist()
+        requests.append(
+            new_request(
+                row,
+                seed=row,
+                temperature=row % 2,
+                token_ids=tokens,
+                num_prompt_tokens=1,
+                logprobs=1 if row == 4 else None,
+                **(edits if row % 3 != 1 else {}),
+            )
+        )
+    check(requests, 70)
+    metadata = on_device(metadata_of(requests, 70))
+    logits = torch.randn(6, 70, generator=torch.Generator().manual_seed(4)) * 3
+    found = logits.clone().to(DEVICE)
+    gpu_sampler(70).forward(found, metadata)
+    for row, request in enumerate(requests):
+        want = edited(logits[row].tolist(), request, request.token_ids)
+        np.testing.assert_allclose(found[row].cpu().numpy(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_edits_of_many_rows_come_in_one_copy():
+    rng = np.random.default_rng(5)
+    requests = [
+        new_request(
+            row,
+            seed=row,
+            temperature=1.0,
+            token_ids=rng.integers(0, 10, 9).tolist(),
+            num_prompt_tokens=3,
+            **EDITS[row % len(EDITS)],
+        )
+        for row in range(len(EDITS))
+        if "thinking_token_budget" not in EDITS[row]
+    ]
+    staging = CountedStaging()
+    requests = [replace(request, row=row) for row, request in enumerate(requests)]
+    check(requests, 40, staging=staging)
+    assert staging.num_copies == 1
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [LogprobsMode(False, True), LogprobsMode(True, False), LogprobsMode(True, True)],
+    ids=["raw_logits", "processed_logprobs", "processed_logits"],
+)
+def test_other_numbers_than_raw_log_probabilities(mode):
+    requests = [
+        new_request(0, temperature=0.0, logprobs=3, presence_penalty=1.0),
+        new_request(1, seed=5, temperature=0.6),
+        new_request(2, seed=7, temperature=0.7, top_k=9, logprobs=4),
+        new_request(3, seed=8, temperature=1.2, top_p=0.7, min_p=0.01, logprobs=8),
+        new_request(4, seed=9, temperature=1.2, min_p=0.2, top_k=3, logprob_token_ids=[3, 0, 9]),
+    ]
+    check(requests, 150, mode=mode)
+    greedy = [new_request(row, temperature=0.0, logprobs=2) for row in range(2)]
+    check(greedy, 40, mode=mode)
+
+
+def test_ids_that_were_named_have_their_ranks():
+    requests = [
+        new_request(0, temperature=0.0, logprob_token_ids=[5, 1]),
+        new_request(1, temperature=0.0, logprobs=2),
+        new_request(2, temperature=0.0),
+        new_request(3, temperature=0.0, logprob_token_ids=list(range(40))),
+    ]
+    found = check(requests, 60)
+    assert [len(entry.ranks) for entry in found.logprobs.values()] == [2, 0, 40]
 
 
 def test_rows_without_usable_logits():
@@ -195,6 +283,6 @@ def test_nothing_is_compiled_behind_the_warm_up():
     assert done.returncode == 0, done.stderr
     warm, *steps = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(steps) == 21
-    assert len(warm) == 7, sorted(warm)
+    assert len(warm) == 10, sorted(warm)
     for step in steps:
         assert step == warm

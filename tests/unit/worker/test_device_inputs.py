@@ -181,7 +181,7 @@ def test_only_some_samples_are_kept():
     batch = gather_batch(plan, device.rows)
     new = replace(batch.new_tokens(batch.num_sampled), entries=np.array([1]))
     device.write_tokens(Sampled(torch.tensor([30, 31, 32])), new)
-    assert device._token_ids[0, :3].tolist() == [4, 5, 31]
+    assert device.token_ids[0, :3].tolist() == [4, 5, 31]
 
 
 def test_a_late_result_leaves_a_row_alone_that_another_request_has_entered():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from helpers.asked import EDITS
 from helpers.worker import (
     VOCAB_SIZE,
     Host,
@@ -126,13 +127,14 @@ def test_any_mix_of_chunks_neighbours_and_preemption_gives_the_same(seed, with_d
     rng = np.random.default_rng(seed)
     worker, _ = make_worker(drafter=LookBack() if with_drafts else None)
     host = Host(worker, rng)
-    wanted = {}
-    proposals = {}
+    wanted, asked, proposals = {}, {}, {}
     while len(wanted) < 10 or any(len(host.requests[r].output) < n for r, n in wanted.items()):
         if len(wanted) < 10 and rng.random() < 0.4:
             req_id = f"r{len(wanted)}"
             prompt = rng.integers(0, 4, rng.integers(1, 30)).tolist()
-            host.add(req_id, prompt, **SAMPLING[int(rng.integers(len(SAMPLING)))])
+            edits = EDITS[int(rng.integers(len(EDITS)))] if rng.random() < 0.6 else {}
+            asked[req_id] = SAMPLING[int(rng.integers(len(SAMPLING)))] | edits
+            host.add(req_id, prompt, **asked[req_id])
             wanted[req_id] = int(rng.integers(1, 15))
         open_ids = [r for r, n in wanted.items() if len(host.requests[r].output) < n]
         for req_id in host.requests:
@@ -156,15 +158,7 @@ def test_any_mix_of_chunks_neighbours_and_preemption_gives_the_same(seed, with_d
     for req_id, count in wanted.items():
         request = host.requests[req_id]
         prompt = request.tokens[: request.data.num_prompt_tokens]
-        want = generate_alone(
-            prompt,
-            len(request.output),
-            **{
-                name: getattr(request.data.sampling_params, name)
-                for name in ("temperature", "top_k", "top_p", "min_p")
-            },
-            seed=request.data.seed,
-        )
+        want = generate_alone(prompt, len(request.output), **asked[req_id])
         assert len(want) >= count
         assert request.output == want
 

@@ -8,7 +8,8 @@ import inspect
 import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 from cyclopts import Group, Parameter, Token
@@ -92,8 +93,10 @@ def _flag_class(name: str, owner: type, defaults: Mapping[str, Any]) -> type:
     hints, docs = get_type_hints(owner), field_docs(owner)
     fields = []
     for field_name, default in defaults.items():
-        hint = hints[field_name] if default is not None else hints[field_name] | None
-        special = JSON_OBJECT if get_origin(hint) is dict else SHORT.get(field_name)
+        hint = _flag_type(hints[field_name])
+        is_object = hint == dict[str, Any]
+        hint = hint if default is not None else hint | None
+        special = JSON_OBJECT if is_object else SHORT.get(field_name)
         repeated = (
             " Repeat the flag for more than one."
             if hint == list[str] | None or (hint == list[int] | None)
@@ -103,7 +106,9 @@ def _flag_class(name: str, owner: type, defaults: Mapping[str, Any]) -> type:
             (
                 field_name,
                 Annotated[hint, special, Parameter(help=docs[field_name] + repeated)],
-                dataclasses.field(default_factory=dict) if default == {} else default,
+                dataclasses.field(default_factory=type(default))
+                if isinstance(default, dict | list)
+                else default,
             )
         )
     # In the module "types", where they would land, cyclopts takes classes for atoms.
@@ -112,10 +117,22 @@ def _flag_class(name: str, owner: type, defaults: Mapping[str, Any]) -> type:
     )
 
 
+def _flag_type(hint: Any) -> Any:
+    """The type of a field as a flag has it: structs and dicts are JSON objects, classes names."""
+    options = [each for each in get_args(hint) if each is not NoneType]
+    kind = options[0] if NoneType in get_args(hint) and len(options) == 1 else hint
+    if get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return dict[str, Any]
+    return list[str] if kind == list[Any] else hint
+
+
 SHORT = {"model": Parameter(alias="-m")}
 """Flags that have a short form, too."""
-NOT_ON_THE_COMMAND_LINE = {"detokenize", "output_kind", "skip_tokenizer_init"}
-"""The commands stream text."""
+NOT_ON_THE_COMMAND_LINE = {
+    "detokenize", "flat_logprobs", "output_kind", "skip_clone", "skip_tokenizer_init",
+    "stream_interval",
+}  # fmt: skip
+"""The commands stream text, token by token."""
 
 if TYPE_CHECKING:  # a class that is made at run time is no type to a checker
     EngineFlags = EngineArgs

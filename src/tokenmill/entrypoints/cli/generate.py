@@ -77,7 +77,7 @@ def generate(
 ) -> int:
     """Continue prompts, as they are: no chat template is applied (see `tokenmill chat`)."""
     given = given_params(sampling)
-    if not json and {"logprobs", "prompt_logprobs"} & given.keys():
+    if not json and {"logprobs", "prompt_logprobs", "logprob_token_ids"} & given.keys():
         raise InvalidRequestError(
             "--logprobs and --prompt-logprobs need --json: text has no place for them.",
             parameter="logprobs",

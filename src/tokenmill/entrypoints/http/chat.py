@@ -11,7 +11,9 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from tokenmill.engine.prompts import TokensPrompt
+from tokenmill.entrypoints.http.beams import beam_search_params
 from tokenmill.entrypoints.http.body import Body, read_request
+from tokenmill.entrypoints.http.deltas import delta_of, message_of
 from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.generation import Generation
 from tokenmill.entrypoints.http.logprobs import (
@@ -25,6 +27,7 @@ from tokenmill.entrypoints.http.prompts import chat_prompt, check_length, num_me
 from tokenmill.entrypoints.http.protocol import ChatCompletionRequest
 from tokenmill.entrypoints.http.record import RequestRecord
 from tokenmill.entrypoints.http.replies import ChatChoice, ChatLogprobs, ChatMessage, ChatReply
+from tokenmill.entrypoints.http.response_format import form_of
 from tokenmill.entrypoints.http.sampling import (
     check_stream,
     deadline_of,
@@ -35,13 +38,21 @@ from tokenmill.entrypoints.http.sampling import (
 from tokenmill.entrypoints.http.sse import EventStream, JsonAnswer, Write
 from tokenmill.entrypoints.http.state import ServerState, record_of, state_of
 from tokenmill.entrypoints.http.stream import ChatChunks
+from tokenmill.entrypoints.http.tools import AnswerPlan
+from tokenmill.entrypoints.parsers.answer import AnswerParser
+from tokenmill.entrypoints.parsers.events import ContentPiece, Event
 from tokenmill.errors import InvalidRequestError
 from tokenmill.outputs import CompletionOutput, RequestOutput
 from tokenmill.sampling_params import SamplingParams
 
 router = APIRouter(default_response_class=Response)
 
-_FIELDS = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
+_FIELDS = {
+    "prompt": "messages",
+    "prompt_token_ids": "messages",
+    "logprobs": "top_logprobs",
+    "extra_args": "vllm_xargs",
+}
 """Parameters of the engine that a chat has under other names."""
 
 
@@ -76,11 +87,15 @@ class ChatJob:
         self.stream = bool(fields.stream)
         self.tells_ids = bool(fields.return_token_ids)
         check_stream(fields)
-        _check_tools(fields)
-        self._params = chat_params(state, body)
+        self.plan = AnswerPlan(state, fields)
+        self._form = form_of(fields)
+        self._params = chat_params(state, body, self.plan.params(self._form))
+        own_names = self._form.fields if self._form else {}
+        self._names = {**_FIELDS, **own_names, **self.plan.names}
+        self._beams = beam_search_params(fields, self._params)
         self._deadline = deadline_of(fields, state.args)
         self._salt = salt_of(fields, record.key_name, state.args)
-        self._num_best = num_listed(fields.top_logprobs or 0, state)
+        self._num_best = num_listed(self._params.logprobs or 0, state)
         check_length(
             state, num_message_chars(fields.messages), fields.truncate_prompt_tokens, "messages"
         )
@@ -89,7 +104,7 @@ class ChatJob:
         """The whole answer as JSON."""
         ticket = self._state.admission.enter(self._params.n, "n")
         try:
-            with blamed_on_fields(_FIELDS):
+            with blamed_on_fields(self._names):
                 generation = await self._generation()
                 (output,) = await generation.outputs()
         finally:
@@ -119,7 +134,7 @@ class ChatJob:
         """All chunks."""
         ticket = self._state.admission.enter(self._params.n, "n")
         try:
-            with blamed_on_fields(_FIELDS):
+            with blamed_on_fields(self._names):
                 generation = await self._generation()
                 pieces = _Pieces(self, self._chunks(generation))
                 async with aclosing(generation.stream()) as outputs:
@@ -145,7 +160,8 @@ class ChatJob:
     async def _generation(self) -> Generation:
         rendered = await chat_prompt(self._state, self._fields)
         prompt = TokensPrompt(prompt=rendered.text, prompt_token_ids=rendered.token_ids)
-        return Generation(
+        self.plan.begin(rendered.text, self._fields)
+        generation = Generation(
             self._state,
             self._record,
             [prompt],
@@ -153,17 +169,32 @@ class ChatJob:
             priority=self._fields.priority or 0,
             cache_salt=self._salt,
             deadline=self._deadline,
+            beams=self._beams,
         )
+        generation.progress[0].reasoning = self.plan.tally()
+        return generation
 
     def _choice(self, sequence: CompletionOutput) -> ChatChoice:
+        message, finish_reason = self._message(sequence)
         return ChatChoice(
             index=sequence.index,
-            message=ChatMessage(role="assistant", content=self.echoed() + sequence.text),
+            message=message,
             logprobs=self.logprobs(sequence),
-            finish_reason=sequence.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=sequence.stop_reason,
             token_ids=sequence.token_ids if self.tells_ids else UNSET,
         )
+
+    def _message(self, sequence: CompletionOutput) -> tuple[ChatMessage, str | None]:
+        """A whole answer, and why it ended."""
+        plan, echoed, reason = self.plan, self.echoed(), sequence.finish_reason
+        if not plan.takes_apart:
+            return ChatMessage(role="assistant", content=echoed + sequence.text), reason
+        parser = plan.parser()
+        events: list[Event] = [ContentPiece(echoed)] if echoed else []
+        events += plan.shown(parser.push(sequence.text) + parser.finish())
+        message = message_of(events, plan.reasoning_fields)
+        return message, plan.finish_reason(reason, parser.num_calls)
 
     def echoed(self) -> str:
         """The last message, if it is the assistant's and the answer is to begin with it."""
@@ -188,12 +219,15 @@ class _Pieces:
         self.chunks = chunks
         self._job = job
         self._begun: set[int] = set()
+        self._parsers: dict[int, AnswerParser] = {}
 
     def write(self, output: RequestOutput) -> bytes:
         """What an output brings; nothing while its text is held back."""
         return b"".join(self._write(output, sequence) for sequence in output.outputs)
 
     def _write(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
+        if self._job.plan.takes_apart:
+            return self._take_apart(output, sequence)
         job, chunks, index = self._job, self.chunks, sequence.index
         text, before, after = sequence.text, b"", b""
         if index not in self._begun:
@@ -212,11 +246,46 @@ class _Pieces:
             + after
         )
 
+    def _take_apart(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
+        """The same, where an answer may hold reasoning and calls."""
+        job, chunks, index, plan = self._job, self.chunks, sequence.index, self._job.plan
+        written: list[bytes] = []
+        events: list[Event] = []
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = plan.parser()
+            written.append(chunks.role(index, output.prompt_token_ids, may_lack_content=True))
+            events += [ContentPiece(echoed)] if (echoed := job.echoed()) else []
+        events += plan.shown(parser.push(sequence.text))
+        finished = sequence.finish_reason is not None
+        if finished:
+            events += plan.shown(parser.finish())
+        logprobs = job.logprobs(sequence)
+        deltas = [delta_of(event, plan.reasoning_fields) for event in events]
+        has_tokens = (logprobs and logprobs.content) or (job.tells_ids and sequence.token_ids)
+        if has_tokens and not deltas:
+            deltas.append(b"{}")
+        encoded = None if logprobs is None else msgspec.json.encode(logprobs)
+        ids = sequence.token_ids
+        for delta in deltas:  # what belongs to the tokens comes with the first
+            written.append(chunks.delta(index, delta, logprobs=encoded, token_ids=ids))
+            encoded, ids = None, []
+        if finished:
+            reason = plan.finish_reason(sequence.finish_reason, parser.num_calls)
+            assert reason is not None  # as it has finished
+            written.append(chunks.end(index, reason, sequence.stop_reason))
+        return b"".join(written)
 
-def chat_params(state: ServerState, body: Body[ChatCompletionRequest]) -> SamplingParams:
-    """Raises `InvalidRequestError` that names the field."""
+
+def chat_params(
+    state: ServerState, body: Body[ChatCompletionRequest], more: dict[str, Any] | None = None
+) -> SamplingParams:
+    """`more` are parameters that are no fields of the request.
+
+    Raises `InvalidRequestError` that names the field.
+    """
     fields, defaults = body.fields, state.engine.default_params
-    more: dict[str, Any] = {}
+    more = dict(more or {})
     asked = fields.max_completion_tokens
     name = "max_tokens" if asked is None else "max_completion_tokens"
     asked = fields.max_tokens if asked is None else asked
@@ -229,22 +298,11 @@ def chat_params(state: ServerState, body: Body[ChatCompletionRequest]) -> Sampli
         more["max_tokens"] = None
     if fields.top_logprobs is not None and not fields.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs=true.", parameter="top_logprobs")
-    if fields.logprobs:
+    if fields.logprob_token_ids and not fields.logprobs:
+        raise InvalidRequestError(
+            "logprob_token_ids needs logprobs=true.", parameter="logprob_token_ids"
+        )
+    if fields.logprobs and (not fields.logprob_token_ids or fields.top_logprobs is not None):
         more["logprobs"] = fields.top_logprobs or 0
     with blamed_on_fields({"max_tokens": name, "logprobs": "top_logprobs"}):
         return sampling_params(fields, body.others, defaults, state.args, **more)
-
-
-def _check_tools(fields: ChatCompletionRequest) -> None:
-    """Calls are not parsed here, so tools may be shown to a model, but not called."""
-    choice = fields.tool_choice
-    if not fields.tools and choice in (None, "none", "auto"):
-        return
-    if choice == "none":
-        return
-    name = "tools" if fields.tools else "tool_choice"
-    raise InvalidRequestError(
-        f"{name} is not supported by this server: calls are not parsed. Set tool_choice='none' to"
-        f" show tools to the model and get text.",
-        parameter=name,
-    )

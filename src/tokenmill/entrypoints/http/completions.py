@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from tokenmill.entrypoints.http.admission import Ticket
+from tokenmill.entrypoints.http.beams import beam_search_params
 from tokenmill.entrypoints.http.body import Body, read_request
 from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.generation import Generation
@@ -30,6 +31,7 @@ from tokenmill.entrypoints.http.replies import (
     CompletionLogprobs,
     CompletionReply,
 )
+from tokenmill.entrypoints.http.response_format import Form, form_of
 from tokenmill.entrypoints.http.sampling import (
     check_stream,
     deadline_of,
@@ -46,7 +48,7 @@ from tokenmill.sampling_params import SamplingParams
 
 router = APIRouter(default_response_class=Response)
 
-_FIELDS = {"prompt_token_ids": "prompt"}
+_FIELDS = {"prompt_token_ids": "prompt", "extra_args": "vllm_xargs"}
 """Parameters of the engine that a completion has under another name."""
 
 
@@ -82,7 +84,10 @@ class CompletionJob:
         self.stream = bool(fields.stream)
         check_stream(fields)
         self.tells_ids = bool(fields.return_token_ids)
-        self._params = completion_params(state, body)
+        self._form = form_of(fields)
+        self._names = {**_FIELDS, **(self._form.fields if self._form else {})}
+        self._params = completion_params(state, body, self._form)
+        self._beams = beam_search_params(fields, self._params)
         self.n = self._params.n
         self._deadline = deadline_of(fields, state.args)
         self._salt = salt_of(fields, record.key_name, state.args)
@@ -93,7 +98,7 @@ class CompletionJob:
         """The whole answer as JSON."""
         ticket = self._enter()
         try:
-            with blamed_on_fields(_FIELDS):
+            with blamed_on_fields(self._names):
                 generation = await self._generation()
                 outputs = await generation.outputs()
         finally:
@@ -123,7 +128,7 @@ class CompletionJob:
         """All chunks."""
         ticket = self._enter()
         try:
-            with blamed_on_fields(_FIELDS):
+            with blamed_on_fields(self._names):
                 generation = await self._generation()
                 pieces = _Pieces(self, self._chunks(generation))
                 async with aclosing(generation.stream()) as outputs:
@@ -164,6 +169,7 @@ class CompletionJob:
             priority=self._fields.priority or 0,
             cache_salt=self._salt,
             deadline=self._deadline,
+            beams=self._beams,
             hides_output=self.hides_output,
         )
 
@@ -197,11 +203,11 @@ class CompletionJob:
         return self._state.tokenizer.decode(output.prompt_token_ids)
 
     def logprobs_writer(self) -> CompletionLogprobsWriter | None:
-        if self._fields.logprobs is None:
+        if self._params.logprobs is None:
             return None
         as_ids = bool(self._fields.return_tokens_as_token_ids)
         return CompletionLogprobsWriter(
-            num_listed(self._fields.logprobs, self._state), as_ids=as_ids
+            num_listed(self._params.logprobs, self._state), as_ids=as_ids
         )
 
     def logprobs(
@@ -261,10 +267,12 @@ class _Pieces:
         )
 
 
-def completion_params(state: ServerState, body: Body[CompletionRequest]) -> SamplingParams:
+def completion_params(
+    state: ServerState, body: Body[CompletionRequest], form: Form | None = None
+) -> SamplingParams:
     """Raises `InvalidRequestError` that names the field."""
     fields = body.fields
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {} if form is None else {"structured_outputs": form.params}
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise InvalidRequestError(
             f"best_of={fields.best_of} must equal n ({fields.n or 1}): every sequence is returned.",

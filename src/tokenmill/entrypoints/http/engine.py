@@ -20,6 +20,9 @@ class Engine(Protocol):
     tokenizer: Tokenizer | None
     default_params: SamplingParams
 
+    @property
+    def end_token_ids(self) -> tuple[int, ...]: ...
+
     def generate(
         self,
         prompt: Prompt,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from tokenmill.engine.prompts import Prompt
+from tokenmill.entrypoints.beam_search import BeamSearchParams
+from tokenmill.entrypoints.http.beams import beam_outputs
 from tokenmill.entrypoints.http.errors import DeadlineExceededError, UnavailableError
 from tokenmill.entrypoints.http.progress import Progress
 from tokenmill.entrypoints.http.record import RequestRecord
@@ -35,6 +37,8 @@ class Generation:
     cache_salt: str | None = None
     deadline: float | None = None
     """Seconds from now."""
+    beams: BeamSearchParams | None = None
+    """Search instead of sampling."""
     hides_output: bool = False
     """A token is generated only for what is told about the prompt."""
     progress: list[Progress] = field(default_factory=list)
@@ -103,16 +107,7 @@ class Generation:
 
     async def _outputs(self, number: int, *, stream: bool) -> AsyncGenerator[RequestOutput, None]:
         state, progress = self.state, self.progress[number]
-        items = state.engine.generate(
-            self.prompts[number],
-            self.params,
-            request_id=state.new_name(),
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            deadline=self.deadline,
-            stream=stream,
-            delta=stream,
-        )
+        items = self._items(self.prompts[number], stream=stream)
         refused = False
         try:
             async for output in items:
@@ -134,6 +129,28 @@ class Generation:
                 await closing()
             if not refused:
                 state.metrics.end_of_prompt(progress)
+
+    def _items(self, prompt: Prompt, *, stream: bool) -> AsyncIterator[RequestOutput]:
+        if self.beams is not None:
+            return beam_outputs(
+                self.state,
+                prompt,
+                self.beams,
+                num_logprobs=self.params.logprobs or 0,
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                deadline=self.deadline,
+            )
+        return self.state.engine.generate(
+            prompt,
+            self.params,
+            request_id=self.state.new_name(),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            deadline=self.deadline,
+            stream=stream,
+            delta=stream,
+        )
 
     def _begin(self, progress: Progress, output: RequestOutput) -> None:
         """The first sign of a prompt: the engine has taken it and given a token."""

@@ -11,7 +11,15 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from tokenmill.repetition import MAX_PATTERN_SIZE
 from tokenmill.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -27,8 +35,22 @@ def _integer(low: int, high: int | None = None) -> dict[str, Any]:
     return {"minimum": low} if high is None else {"minimum": low, "maximum": high}
 
 
+_FORM = {
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]}},
+    "required": ["type"],
+}
 _STOPS = {"maxItems": MAX_STOP_STRINGS, "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _TOKEN_IDS = {"maxItems": MAX_STOP_TOKEN_IDS}
+
+
+class RepetitionDetection(Struct, kw_only=True, omit_defaults=True):
+    """Ends an answer that repeats itself."""
+
+    max_pattern_size: Annotated[
+        int, _meta("Tokens of the longest pattern.", **_integer(1, MAX_PATTERN_SIZE))
+    ]
+    min_pattern_size: Annotated[int, _meta("Tokens of the shortest.", **_integer(0))] = 1
+    min_count: Annotated[int, _meta("How often it comes in a row.", **_integer(2))] = 2
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -56,6 +78,39 @@ class SamplingFields(Struct, kw_only=True):
     min_p: Annotated[
         float | None, _meta("Least share of the best token's probability.", minimum=0, maximum=1)
     ] = None
+    presence_penalty: Annotated[
+        float | None,
+        _meta("Taken from tokens that the answer has.", minimum=-MAX_PENALTY, maximum=MAX_PENALTY),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        _meta("The same, each time that it has them.", minimum=-MAX_PENALTY, maximum=MAX_PENALTY),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        _meta(
+            "Above 1 makes tokens of prompt and answer less likely.",
+            minimum=1 / MAX_REPETITION_PENALTY,
+            maximum=MAX_REPETITION_PENALTY,
+        ),
+    ] = None
+    logit_bias: Annotated[
+        dict[str, float] | None,
+        _meta("Token id to what is added to its logit.", maxProperties=MAX_LOGIT_BIASES),
+    ] = None
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        _meta("The only ids that may come.", minItems=1, maxItems=MAX_ALLOWED_TOKEN_IDS),
+    ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        _meta(
+            "Words that must not come.",
+            maxItems=MAX_BAD_WORDS,
+            minLength=1,
+            maxLength=MAX_BAD_WORD_LENGTH,
+        ),
+    ] = None
     seed: Annotated[int | None, _meta("The whole of the request's randomness.")] = None
     stop: Annotated[
         str | list[str] | None, _meta("Strings that end the text; none of them empty.", **_STOPS)
@@ -64,6 +119,30 @@ class SamplingFields(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int | None, _meta("Tokens before anything may stop.", minimum=0)] = None
+    thinking_token_budget: Annotated[
+        int | None, _meta("Most tokens of reasoning; -1 is no limit.", minimum=-1)
+    ] = None
+    repetition_detection: RepetitionDetection | None = None
+    logprob_token_ids: Annotated[
+        list[int] | None,
+        _meta(
+            "Ids whose log-probabilities are given in place of the best ones'.",
+            maxItems=MAX_LOGPROB_TOKEN_IDS,
+        ),
+    ] = None
+    stream_interval: Annotated[
+        int | None, _meta("Tokens between two chunks of a stream.", minimum=1)
+    ] = None
+    vllm_xargs: Annotated[
+        dict[str, str | int | float | list[str | int | float]] | None,
+        _meta("Arguments of the server's own logits processors."),
+    ] = None
+    use_beam_search: Annotated[
+        bool | None, _meta("The `n` most likely answers instead of sampled ones.")
+    ] = None
+    length_penalty: Annotated[
+        float | None, _meta("Of beam search: above 0 favours longer answers.")
+    ] = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[
@@ -72,6 +151,23 @@ class SamplingFields(Struct, kw_only=True):
     prompt_logprobs: Annotated[
         int | None, _meta("Log-probabilities of the prompt's tokens; not in a stream.", minimum=-1)
     ] = None
+    response_format: Annotated[
+        dict[str, Any] | None,
+        _meta("The form of the answer: text, json_object, json_schema or structural_tag.", **_FORM),
+    ] = None
+    structured_outputs: Annotated[
+        dict[str, Any] | None,
+        _meta(
+            "The same in vLLM's terms: one of json, json_object, regex, choice, grammar, and"
+            " structural_tag, and options."
+        ),
+    ] = None
+    guided_json: Annotated[Any, _meta("Older name of structured_outputs.json.")] = None
+    guided_regex: Annotated[str | None, _meta("Of structured_outputs.regex.")] = None
+    guided_choice: Annotated[list[str] | None, _meta("Of structured_outputs.choice.")] = None
+    guided_grammar: Annotated[str | None, _meta("Of structured_outputs.grammar.")] = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     echo: Annotated[bool | None, _meta("Put the prompt in front of the answer.")] = None
@@ -143,6 +239,28 @@ _MESSAGES: dict[str, Any] = {
 }
 
 
+_TOOLS: dict[str, Any] = {
+    "maxItems": 1024,
+    "items": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "minLength": 1, "maxLength": 256},
+                    "description": {"type": ["string", "null"]},
+                    "parameters": {"type": ["object", "null"]},
+                    "strict": {"type": ["boolean", "null"]},
+                },
+                "required": ["name"],
+            },
+        },
+        "required": ["function"],
+    },
+}
+
+
 class ChatCompletionRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
@@ -161,10 +279,15 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     ] = None
     documents: list[dict[str, Any]] | None = None
     tools: Annotated[
-        list[dict[str, Any]] | None,
-        _meta("Shown to the template; calls are not parsed, so tool_choice must be none."),
+        list[dict[str, Any]] | None, _meta("Functions that the model may call.", **_TOOLS)
     ] = None
-    tool_choice: Annotated[Any, _meta("`none` wherever there are tools.")] = None
+    tool_choice: Annotated[
+        Any, _meta("none, auto, required, or an object that names a function or allows some.")
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, _meta("False: at most one call.")] = None
+    include_reasoning: Annotated[
+        bool | None, _meta("False leaves the reasoning out of the answer.")
+    ] = None
     reasoning_effort: Annotated[str | None, _meta("Handed to the template.")] = None
     max_tokens: Annotated[
         int | None, _meta("Most tokens to generate; up to the context unless given.", minimum=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.entrypoints.http.protocol import SamplingFields
 from tokenmill.entrypoints.http.state import ServerState
@@ -13,8 +15,10 @@ from tokenmill.errors import InvalidRequestError, shown
 from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
 
 _SAME_NAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens",
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop",
+    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
+    "thinking_token_budget", "logprob_token_ids", "stream_interval", "skip_special_tokens",
     "spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs",
 )  # fmt: skip
 """Fields that the request and `SamplingParams` share."""
@@ -34,6 +38,12 @@ def sampling_params(
     Raises `InvalidRequestError` that names the field.
     """
     given = {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
+    if fields.repetition_detection is not None:
+        given["repetition_detection"] = msgspec.structs.asdict(fields.repetition_detection)
+    if fields.vllm_xargs:
+        given["extra_args"] = fields.vllm_xargs
+    if fields.use_beam_search:  # `n` is the width of the search; nothing is drawn
+        defaults, given["temperature"] = SamplingParams(), 1.0
     params = defaults.replace(**{**given, **sampling_extras(others), **more})
     if params.n > args.max_n:
         raise InvalidRequestError(

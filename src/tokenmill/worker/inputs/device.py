@@ -21,9 +21,18 @@ from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.kernels.gpu.inputs import gather_block_table, map_slots, prepare_step
 from tokenmill.kernels.gpu.tables import commit_tokens, write_segments
 from tokenmill.sampling.sampler import DeviceSamples, Samples
-from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch, IntArray, NewTokens
+from tokenmill.worker.batch import (
+    BatchShape,
+    BatchTensors,
+    DecodeBatch,
+    InputBatch,
+    IntArray,
+    NewTokens,
+)
 from tokenmill.worker.inputs.staging import Staging
 from tokenmill.worker.rows import RowTable
+
+_MOST_SHAPES_KEPT = 1024
 
 
 class DeviceInputs:
@@ -45,7 +54,7 @@ class DeviceInputs:
         self._tables = torch.zeros(
             num_rows * (max_len + num_groups * max_blocks), dtype=torch.int32, device=device
         )
-        self._token_ids = self._tables[: num_rows * max_len].view(num_rows, max_len)
+        self.token_ids = self._tables[: num_rows * max_len].view(num_rows, max_len)
         self._block_starts = [num_rows * (max_len + g * max_blocks) for g in range(num_groups)]
         self._block_ids = [
             self._tables[start : start + num_rows * max_blocks].view(num_rows, max_blocks)
@@ -64,6 +73,9 @@ class DeviceInputs:
             torch.zeros((max_num_padded_reqs, max_blocks), dtype=torch.int32, device=device)
             for _ in range(num_groups)
         ]
+        self._by_shape: dict[BatchShape, BatchTensors] = {}
+        self._decoding_rows: IntArray | None = None
+        """Rows of the step filled last, if each of its requests computes one token."""
 
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows, here and on the device."""
@@ -73,20 +85,20 @@ class DeviceInputs:
         starts: list[int] = []
         parts: list[npt.NDArray[np.int32]] = []
         for request in plan.scheduled_new_reqs:
-            starts.append(request.row * self._token_ids.shape[1])
+            starts.append(request.row * self.token_ids.shape[1])
             parts.append(self.rows.token_ids[request.row, : len(request.token_ids)])
             self._add_blocks(request.row, [0] * len(self._block_ids), starts, parts)
         for place, row in enumerate(cached.rows):
             self._add_blocks(row, [int(first[place]) for first in first_new], starts, parts)
         for row, token_ids in zip(cached.appended_rows, cached.appended_token_ids, strict=True):
-            end = row * self._token_ids.shape[1] + int(self.rows.num_tokens[row])
+            end = row * self.token_ids.shape[1] + int(self.rows.num_tokens[row])
             starts.append(end - len(token_ids))
             parts.append(np.array(token_ids, np.int32))
         if plan.draft_token_ids:
             row_of = dict(zip(plan.req_ids, plan.rows, strict=True))
             for req_id, draft_ids in plan.draft_token_ids.items():
                 row = row_of[req_id]
-                starts.append(row * self._token_ids.shape[1] + int(self.rows.num_tokens[row]))
+                starts.append(row * self.token_ids.shape[1] + int(self.rows.num_tokens[row]))
                 parts.append(np.array(draft_ids, np.int32))
         if parts:
             self._write(starts, parts)
@@ -100,6 +112,7 @@ class DeviceInputs:
         numbers[width + 1 :][:num_reqs] = batch.seq_lens
         numbers[2 * width + 1 :] = -1
         numbers[2 * width + 1 :][:num_reqs] = batch.rows
+        self._decoding_rows = batch.rows if isinstance(batch, DecodeBatch) else None
         self._gather(numbers, shape)
         return self._tensors(shape)
 
@@ -119,13 +132,19 @@ class DeviceInputs:
         if len(new.entries) == 0:
             return
         token_ids = cast(DeviceSamples, samples).token_ids
+        if new.rows is self._decoding_rows:
+            # The device has these numbers: a decoding request's new token stands behind the others.
+            num_reqs = len(new.rows)
+            rows, positions = self._rows_of_reqs[:num_reqs], self._seq_lens[:num_reqs]
+            commit_tokens(self.token_ids, rows, positions, token_ids)
+            return
         staged: list[npt.NDArray[np.generic]] = [new.rows.astype(np.int32), new.positions]
         if len(new.entries) == len(token_ids):
             rows, positions = self._staging.stage(staged)
         else:
             rows, positions, entries = self._staging.stage([*staged, new.entries])
             token_ids = token_ids[entries]
-        commit_tokens(self._token_ids, rows, positions, token_ids)
+        commit_tokens(self.token_ids, rows, positions, token_ids)
 
     def settle_tokens(self, token_ids: IntArray, new: NewTokens) -> None:
         """Write the ids into the host's rows, unless another request has entered one since."""
@@ -156,7 +175,7 @@ class DeviceInputs:
         write_segments(self._tables, data, there, bounds)
 
     def _gather(self, numbers: npt.NDArray[np.int32], shape: BatchShape) -> None:
-        self._step_numbers.copy_(self.stage(numbers))
+        self._staging.stage_into(numbers, self._step_numbers)
         tensors = self._tensors(shape)
         rows = self._rows_of_reqs[: shape.num_reqs]
         groups = list(
@@ -167,7 +186,7 @@ class DeviceInputs:
             rows,
             tensors.query_start_loc,
             tensors.seq_lens,
-            self._token_ids,
+            self.token_ids,
             block_ids,
             tensors.input_ids,
             tensors.positions,
@@ -181,6 +200,15 @@ class DeviceInputs:
             gather_block_table(rows, tensors.seq_lens, block_ids, block_table, self.rows.block_size)
 
     def _tensors(self, shape: BatchShape) -> BatchTensors:
+        """Those parts of the buffers that a step of this shape uses; most steps repeat one."""
+        tensors = self._by_shape.get(shape)
+        if tensors is None:
+            if len(self._by_shape) >= _MOST_SHAPES_KEPT:
+                self._by_shape.clear()
+            tensors = self._by_shape[shape] = self._cut(shape)
+        return tensors
+
+    def _cut(self, shape: BatchShape) -> BatchTensors:
         return BatchTensors(
             shape=shape,
             input_ids=self._input_ids[: shape.num_tokens],

@@ -20,6 +20,7 @@ class HostInputs:
 
     def __init__(self, rows: RowTable, max_num_batched_tokens: int) -> None:
         self.rows = rows
+        self.token_ids = torch.from_numpy(rows.token_ids)
         max_num_seqs = len(rows.num_tokens)
         groups = rows.block_tables
         self._arrays = StepArrays(

@@ -24,6 +24,9 @@ class StepInputs(Protocol):
     """The rows, and the buffers that steps are prepared in."""
 
     rows: RowTable
+    token_ids: torch.Tensor
+    """int32 [max_num_seqs, max_model_len]: the rows' tokens as the device knows them, those just
+    sampled included."""
 
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows."""
