@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -163,3 +164,65 @@ def test_many_at_once(server):
 
     texts = [reply.choices[0].message.content for reply in asyncio.run(ask_many())]
     assert texts == [f"user\nSay {i}\nassistant\n" for i in range(64)]
+
+
+CALLS = (
+    '<think>Two.</think>I look. <tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}'
+    '\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.fixture(scope="module")
+def calling():
+    """A client of a model that calls two tools."""
+    engine = FakeEngine(
+        lambda p, s: Script(tiny_tokenizer().encode(CALLS)), reasoning_parser="qwen3"
+    )
+    with (
+        LiveServer(engine, tool_call_parser="hermes") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        yield client
+
+
+def check_calls(message):
+    assert message.content == "I look."
+    assert message.model_extra["reasoning_content"] == "Two."
+    first, second = message.tool_calls
+    assert first.id != second.id
+    assert (first.type, first.function.name) == ("function", "get_weather")
+    assert json.loads(first.function.arguments) == {"city": "Bern"}
+    assert (second.function.name, second.function.arguments) == ("now", "{}")
+
+
+def test_b047_tools(calling):
+    reply = calling.chat.completions.create(model="", messages=HELLO, tools=TOOLS)
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert reply.usage.completion_tokens_details.reasoning_tokens > 0
+    check_calls(reply.choices[0].message)
+    # What came back can be sent back.
+    answer = reply.choices[0].message.model_dump(exclude_none=True)
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": "42"}
+        for call in reply.choices[0].message.tool_calls
+    ]
+    again = calling.chat.completions.create(
+        model="", messages=[*HELLO, answer, *results], tools=TOOLS
+    )
+    check_calls(again.choices[0].message)
+
+
+def test_b047_tools_through_the_accumulating_helper(calling):
+    with calling.chat.completions.stream(
+        model="", messages=HELLO, tools=TOOLS, n=2, temperature=1
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert kinds.count("tool_calls.function.arguments.done") == 4
+    for choice in final.choices:
+        assert choice.finish_reason == "tool_calls"
+        check_calls(choice.message)
