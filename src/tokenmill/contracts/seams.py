@@ -80,7 +80,9 @@ class GrammarManager(Protocol):
         ...
 
     def start(self, request_id: str, max_forced: int) -> list[int]:
-        """Tokens that come before anything is sampled, at most so many."""
+        """Tokens that come before anything is sampled, at most so many, and never the whole text:
+        something is left to sample.
+        """
         ...
 
     def advance(

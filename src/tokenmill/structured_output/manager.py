@@ -125,10 +125,11 @@ class StructuredOutputManager:
     # ---- a request goes on ------------------------------------------------------------------
 
     def start(self, request_id: str, max_forced: int) -> list[int]:
-        """Tokens that are forced before anything is sampled, at most so many; they count as
-        accepted.
+        """Tokens that are forced before anything is sampled, at most so many, and never the whole
+        text; they count as accepted.
         """
-        return self._take_forced(self._grammar(request_id), max_forced)
+        grammar = self._grammar(request_id)
+        return grammar.take_forced_start(max_forced) if self._may_force(grammar) else []
 
     def advance(
         self, request_id: str, token_ids: Sequence[int], max_forced: int

@@ -124,6 +124,14 @@ class RequestGrammar:
         assert refused is None, refused
         return forced
 
+    def take_forced_start(self, max_count: int) -> list[int]:
+        """The same before anything is sampled: something is left to sample."""
+        forced = self.take_forced(max_count)
+        if forced and self.matcher.is_terminated():
+            self.matcher.rollback(1)
+            self._run = [forced.pop()]
+        return forced
+
     def walk(self, draft_ids: Sequence[int]) -> Iterator[int]:
         """Goes over drafts that were cut: yields 0 before the first, then the number of those that
         are behind; in the end all is as before.

@@ -154,6 +154,15 @@ def test_forced_tokens_are_counted_and_taken_as_far_as_there_is_room():
     assert progress.forced_token_ids == tokens[2:]
 
 
+def test_a_text_without_any_choice_leaves_its_last_token_to_be_sampled():
+    tokens = encode("The quick brown fox")
+    manager = manager_of()
+    add(manager, request("a", "The quick brown fox"))
+    assert manager.start("a", 100) == tokens[:-1]
+    assert masks(manager, plan_of("a"))["a"] == [tokens[-1:]]
+    assert manager.advance("a", tokens[-1:], 100).is_terminated
+
+
 @pytest.mark.parametrize(
     "changes",
     [
