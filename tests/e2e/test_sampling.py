@@ -101,6 +101,18 @@ def test_b028_warm_is_cold() -> None:
     assert bits(first) == bits(again) == alone()
 
 
+def test_the_prefix_cache_is_not_read_by_those_who_ask_not_to() -> None:
+    prompt = {"prompt_token_ids": PROMPTS[1]}
+    with engine(block_size=16) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        alone, (skips,), (reads,) = (
+            llm.generate([prompt], each)
+            for each in (params, params.replace(skip_reading_prefix_cache=True), params)
+        )
+    assert (skips.num_cached_tokens, reads.num_cached_tokens) == (0, 32)
+    assert bits([skips]) == bits([reads]) == bits(alone)
+
+
 def test_b028_b075_tokens_are_those_of_a_slow_reference() -> None:
     """Penalties worked out from the ids, in float64, on the model's own logits of each step."""
     every = {"temperature": 0, "max_tokens": 1, "logprobs": -1}
