@@ -50,6 +50,12 @@ class Staging:
             for array, offset in zip(arrays, offsets, strict=True)
         ]
 
+    def stage_into(self, array: npt.NDArray[np.generic], target: torch.Tensor) -> None:
+        """The array to a tensor of its shape and type on the device."""
+        buffer = self._take(array.nbytes)
+        buffer.host_bytes[: array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        buffer.send_to(target.view(torch.uint8))
+
     def _take(self, num_bytes: int) -> _Buffer:
         index = self._next
         self._next = (index + 1) % NUM_BUFFERS
@@ -84,7 +90,11 @@ class _Buffer:
         self._is_pending = False
 
     def send(self, num_bytes: int) -> None:
-        self.device_bytes[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
+        self.send_to(self.device_bytes[:num_bytes])
+
+    def send_to(self, target: torch.Tensor) -> None:
+        """Order a copy of the first bytes to a tensor of bytes."""
+        target.copy_(self._host[: len(target)], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
             self._is_pending = True
