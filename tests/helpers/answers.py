@@ -14,7 +14,19 @@ from tokenmill.entrypoints.parsers.events import (
 from tokenmill.entrypoints.parsers.registry import TOOL_FORMATS
 from tokenmill.tokenizer.reasoning import REASONING_FORMATS
 
-NAMES = frozenset(("get_weather", "now", "add"))
+SCHEMAS = {
+    "get_weather": {"properties": {"city": {"type": "string"}}},
+    "now": None,
+    "add": {
+        "properties": {
+            "a": {"type": "integer"},
+            "b": {"type": ["array", "string"]},
+            "c": {"enum": ["x", "5"]},
+            "d": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+            "e": {"const": True},
+        }
+    },
+}
 
 
 @dataclass
@@ -53,7 +65,7 @@ class Message:
 def make_parser(tools=None, reasoning=None, is_open=None, max_calls=None):
     return AnswerParser(
         tools=None if tools is None else TOOL_FORMATS[tools],
-        tool_names=NAMES,
+        schemas=SCHEMAS,
         max_calls=max_calls,
         reasoning=None if reasoning is None else REASONING_FORMATS[reasoning],
         is_open=is_open,
@@ -92,6 +104,11 @@ def _hermes(name, arguments):
 def _v3(template, *calls):
     inner = "\n".join(template.replace("{}", "%s") % call for call in calls)
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def _xml(name, **values):
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
 def _harmony_call(name, arguments):
@@ -202,6 +219,35 @@ GOOD = [
     Example("deepseek_v31", _v3(V31, *TWO), "", TWO),
     Example("deepseek_v31", _v3(V31, ("get_weather", ODD)), "", [("get_weather", ODD)]),
     Example("openai", _harmony_call(*TWO[0]), "", TWO[:1]),
+    Example("qwen3_coder", _xml("get_weather", city="Paris"), "", TWO[:1]),
+    Example(
+        "qwen3_coder",
+        f"Ok.\n{_xml('get_weather', city='Paris')}\n{_xml('now')}\n",
+        "Ok.",
+        TWO,
+    ),
+    Example(
+        "qwen3_coder",
+        _xml("get_weather", city='"a"\n\n<b> </parameter \\ ☃\n'),
+        "",
+        [("get_weather", '{"city": "\\"a\\"\\n\\n<b> </parameter \\\\ ☃\\n"}')],
+    ),
+    Example(
+        "qwen3_xml",
+        _xml("add", a="5", b="[1, 2]", c="5", d="None", e="True", f="6"),
+        "",
+        [("add", '{"a": 5, "b": [1, 2], "c": "5", "d": null, "e": true, "f": "6"}')],
+    ),
+    Example(
+        "qwen3_xml", _xml("add", a="much", b="x y"), "", [("add", '{"a": "much", "b": "x y"}')]
+    ),
+    # Without the outer marks, and with values on the line of their names.
+    Example(
+        "qwen3_coder",
+        "Hm. <function=get_weather><parameter=city>Paris</parameter></function> So.",
+        "Hm. So.",
+        TWO[:1],
+    ),
     Example(
         "openai",
         "<|channel|>commentary<|message|>I look.<|end|>" + "".join(_harmony_call(*c) for c in TWO),
@@ -281,6 +327,15 @@ BROKEN = [
     Example("deepseek_v3", "<｜tool▁calls▁begin｜>hm", "<｜tool▁calls▁begin｜>hm", []),
     Example("deepseek_v31", "<｜tool▁call▁begin｜>now{}", "<｜tool▁call▁begin｜>now{}", []),
     Example("openai", "<|channel|>fin", "<|channel|>fin", []),
+    Example("qwen3_coder", "<tool_call>\nhm", "<tool_call>\nhm", []),
+    Example("qwen3_coder", "<tool_call><function=now", "<tool_call><function=now", []),
+    Example("qwen3_coder", "<function=>", "<function=>", []),
+    Example("qwen3_coder", "<function=now>", "", [("now", "")]),
+    Example("qwen3_coder", "<function=now>so what", "so what", TWO[1:]),
+    Example(
+        "qwen3_coder", "<function=add><parameter=c>\nx\n</par", "", [("add", '{"c": "x\\n</par')]
+    ),
+    Example("qwen3_coder", "<function=add><parameter=a>\n5", "", [("add", '{"a": ')]),
     Example("openai", "no channel", "no channel", []),
 ]
 """Answers that are no calls, or only in part."""

@@ -376,7 +376,7 @@ def function(**fields):
         ({"tools": [WEATHER, {"type": "function"}]}, "tools[1].function"),
         ({"tools": [function(name="")]}, "tools[0].function.name"),
         ({"tools": [function(name=5)]}, "tools[0].function.name"),
-        ({"tools": [function(name="a\nb")]}, "tools[0].function.name"),
+        ({"tools": [function(name="a b")]}, "tools[0].function.name"),
         ({"tools": [function(name="a" * 257)]}, "tools[0].function.name"),
         ({"tools": [function(name="a", description=5)]}, "tools[0].function.description"),
         ({"tools": [function(name="a", parameters=[])]}, "tools[0].function.parameters"),

@@ -17,11 +17,11 @@ from helpers.tiny_text import tiny_tokenizer
 from tokenmill.entrypoints.parsers.answer import AnswerParser
 from tokenmill.entrypoints.parsers.grammar import (
     STYLES,
-    Tool,
     calls_or_json,
     forced_calls,
     lazy_calls,
 )
+from tokenmill.entrypoints.parsers.grammar_writer import Tool
 from tokenmill.entrypoints.parsers.registry import FORCED, FORCED_FORMAT, TOOL_FORMATS
 from tokenmill.errors import InvalidRequestError
 
@@ -98,10 +98,10 @@ def random_text(grammar, seed, special=(), longest=2_000):
     return backend.decode(ids, skip_special_tokens=False)
 
 
-def parse(name, text):
+def parse(name, text, tools=TOOLS):
     parser = AnswerParser(
         tools=FORCED_FORMAT if name == FORCED else TOOL_FORMATS[name],
-        tool_names=frozenset(tool.name for tool in TOOLS),
+        schemas={tool.name: tool.parameters for tool in tools},
     )
     message = Message()
     message.add(parser.push(text) + parser.finish())
@@ -141,6 +141,21 @@ CALLS = {
     "llama3_json": '{"name": "{}", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "{}", "arguments": {}}]',
 }
+CODER = Tool(
+    "write",
+    {
+        "properties": {
+            "path": {"type": "string", "description": "where"},
+            "mode": {"enum": ["a", "w"]},
+            "size": {"type": "integer", "maximum": 99},
+            "more": {"anyOf": [{"$ref": "#/$defs/more"}, {"type": "null"}]},
+        },
+        "required": ["path", "size"],
+        "$defs": {"more": {"type": "array", "items": {"type": "boolean"}}},
+    },
+    strict=True,
+)
+FILLED = {"path": "a <b>\n\n", "mode": "w", "size": "7", "more": "[true]"}
 
 
 def written(name, tool, arguments):
@@ -202,6 +217,49 @@ def test_pythonic_arguments():
     assert not accepts(grammar, "[f(, b=2)]")
 
 
+def coded(name, **values):
+    parameters = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def test_values_without_quotes():
+    grammar = forced_calls([CODER, NOW], "qwen3_coder", lambda _: None)
+    assert accepts(grammar, coded("now"))
+    assert accepts(grammar, coded("write", **FILLED))
+    assert accepts(grammar, coded("write", path="x", size="5") + "\n" + coded("now"))
+    for wrong in (
+        coded("write", path="x"),
+        coded("write", path="x", size="100"),
+        coded("write", path="x", size="x"),
+        coded("write", path="x", mode="z", size="5"),
+        coded("write", path="x", size="5", other="x"),
+        coded("now", path="x"),
+        coded("other"),
+    ):
+        assert not accepts(grammar, wrong), wrong
+    ((_, arguments),) = parse("qwen3_coder", coded("write", **FILLED), [CODER]).calls
+    read = {"path": "a <b>\n\n", "mode": "w", "size": 7, "more": [True]}
+    assert json.loads(arguments) == read
+
+
+def test_values_without_quotes_of_strict_tools():
+    tools = [CODER, Tool("loose", {"properties": {"a": {"type": "integer"}}})]
+    grammar = lazy_calls(tools, "qwen3_coder", lambda _: None)
+    assert accepts(grammar, "Ok.\n" + coded("write", **FILLED) + "\nDone.")
+    assert accepts(grammar, coded("loose", a="x", anything="<y>\nz"))
+    assert not accepts(grammar, coded("write", path="x"))
+
+
+@pytest.mark.parametrize("schema", [{"pattern": "a"}, {"maxLength": 5}, {"format": "date"}])
+def test_strings_without_quotes_are_held_to_nothing_or_refused(schema):
+    tool = Tool("f", {"properties": {"a": {"type": "string", **schema}}}, place="tools[3]")
+    with pytest.raises(InvalidRequestError, match="without quotes") as caught:
+        forced_calls([tool], "qwen3_coder", lambda _: None)
+    assert caught.value.parameter == "tools[3]"
+
+
 def test_either_calls_or_a_document():
     """B055."""
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
@@ -253,11 +311,12 @@ def test_b059_schemas_that_cannot_be_enforced_name_their_tool(parameters, messag
         {"properties": {"class": {}}},
         {"properties": {"a-b": {}}},
         {"properties": {}, "required": ["a"]},
+        {"properties": {"a": True}},
     ],
 )
-def test_what_keyword_arguments_cannot_express_is_refused(parameters):
+def test_what_arguments_one_by_one_cannot_express_is_refused(parameters):
     tool = Tool("f", parameters, place="tools[3]")
-    with pytest.raises(InvalidRequestError, match="keyword arguments") as caught:
+    with pytest.raises(InvalidRequestError, match="one by one") as caught:
         forced_calls([tool], "pythonic", lambda _: None)
     assert caught.value.parameter == "tools[3]"
 

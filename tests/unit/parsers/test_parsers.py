@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.answers import BROKEN, GOOD, NAMES, PARIS, Message, make_parser, parse
+from helpers.answers import BROKEN, GOOD, PARIS, Message, make_parser, parse
 from tokenmill.entrypoints.parsers.registry import TOOL_FORMATS
 from tokenmill.tokenizer.reasoning import REASONING_FORMATS
 
@@ -183,6 +183,13 @@ OPENERS = {
     "mistral": ("[TOOL_CALLS]", "[TOOL_CALLS]now[ARGS]{", "["),
     "openai": ("<|channel|>", "<|channel|>analysis<|message|>", "<|start|>"),
     "pythonic": ("[", "[now(", "[now(a=[", "("),
+    "qwen3_coder": (
+        "<tool_call>",
+        "<function=",
+        "<function=now>",
+        "<tool_call><function=get_weather><parameter=city>",
+        "<function=now><parameter=a>",
+    ),
 }
 
 
@@ -207,7 +214,7 @@ def test_b135_repeated_openers_take_linear_time(name, opener, by_character):
     num_characters = 20_000 if by_character else 50_000
     short, long = seconds(num_characters), seconds(2 * num_characters)
     assert short < 0.3  # a tenth of it if nothing else ran here
-    assert long < 3 * short + 0.02
+    assert long < 3 * short + 0.05
 
 
 def test_b135_deep_nesting_is_a_broken_call_not_an_error():
@@ -215,4 +222,3 @@ def test_b135_deep_nesting_is_a_broken_call_not_an_error():
     assert parse(["<tool_call>" + deep], tools="hermes").calls[0][0] == "now"
     listed = "[now(a=" + "[" * 50_000
     assert parse([listed], tools="pythonic").parts == (listed, "", [])
-    assert NAMES

@@ -35,8 +35,9 @@ HERMES = (
         ("{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name}}", "deepseek_v31"),
         ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "openai"),
         ("{{ '<|tool_call|>' }}", "granite"),
-        # The mark of Hermes around another form.
-        ('<tool_call>\n<function=example>\n<parameter=a> "name" "arguments"', None),
+        # The mark of Hermes around other forms.
+        ('<tool_call>\n<function=example>\n<parameter=a> "name" "arguments"', "qwen3_coder"),
+        ('<tool_call>\n<function=example>{"name": 1, "arguments": 2}', None),
         ("<tool_call>{function}<arg_key>", None),
         (CHATML, None),
         (PLAIN, None),

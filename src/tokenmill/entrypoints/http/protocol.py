@@ -248,7 +248,7 @@ _TOOLS: dict[str, Any] = {
             "function": {
                 "type": "object",
                 "properties": {
-                    "name": {"type": "string", "minLength": 1, "maxLength": 256},
+                    "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,256}$"},
                     "description": {"type": ["string", "null"]},
                     "parameters": {"type": ["object", "null"]},
                     "strict": {"type": ["boolean", "null"]},

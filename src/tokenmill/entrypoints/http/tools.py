@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,12 +13,8 @@ from tokenmill.entrypoints.http.response_format import Form
 from tokenmill.entrypoints.http.state import ServerState
 from tokenmill.entrypoints.parsers.answer import AnswerParser
 from tokenmill.entrypoints.parsers.events import Event, ReasoningPiece
-from tokenmill.entrypoints.parsers.grammar import (
-    Tool,
-    calls_or_json,
-    forced_calls,
-    lazy_calls,
-)
+from tokenmill.entrypoints.parsers.grammar import calls_or_json, forced_calls, lazy_calls
+from tokenmill.entrypoints.parsers.grammar_writer import Tool
 from tokenmill.entrypoints.parsers.reasoning import open_after_text
 from tokenmill.entrypoints.parsers.registry import (
     FORCED,
@@ -32,6 +29,8 @@ from tokenmill.tokenizer.reasoning import REASONING_FORMATS
 MAX_TOOLS = 1_024
 MAX_NAME_LENGTH = 256
 MODES = ("none", "auto", "required")
+_TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{MAX_NAME_LENGTH}}}")
+"""What all families of models can write without quotes."""
 NAMED = "named"
 """The mode of a choice that names a function."""
 _NAMES = {"structured_outputs": "tools", "structured_outputs.grammar": "tools"}
@@ -62,7 +61,7 @@ class AnswerPlan:
         if self._mode != NAMED:
             _show_only(fields, self._tools)
         self._style, self._format = self._family()
-        self._names = frozenset(tool.name for tool in self._tools)
+        self._schemas = {tool.name: tool.parameters for tool in self._tools}
 
     @property
     def takes_apart(self) -> bool:
@@ -125,7 +124,7 @@ class AnswerPlan:
         """A parser for one answer."""
         return AnswerParser(
             tools=self._format,
-            tool_names=self._names,
+            schemas=self._schemas,
             max_calls=None if self._parallel else 1,
             reasoning=self._reasoning,
             is_open=self._is_open,
@@ -221,10 +220,10 @@ def _read_tool(given: dict[str, Any], place: str) -> Tool:
     if not isinstance(function, dict):
         raise _invalid(f"{place}.function", "must be an object with a name")
     name = function.get("name")
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
+    if not isinstance(name, str) or _TOOL_NAME.fullmatch(name) is None:
         raise _invalid(
             f"{place}.function.name",
-            f"must be a string of 1 to {MAX_NAME_LENGTH} printable characters",
+            f"must be a string of 1 to {MAX_NAME_LENGTH} letters, digits and _ - . : /",
         )
     description = function.get("description")
     if description is not None and not isinstance(description, str):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from types import MappingProxyType
 
 from tokenmill.entrypoints.parsers.events import Event, EventSink
 from tokenmill.entrypoints.parsers.harmony import HarmonyParser
 from tokenmill.entrypoints.parsers.reader import TextReader
 from tokenmill.entrypoints.parsers.reasoning import ReasoningParser
 from tokenmill.entrypoints.parsers.registry import Parser, ToolFormat
+from tokenmill.entrypoints.parsers.xml_calls import Schemas
 from tokenmill.tokenizer.reasoning import ReasoningFormat
 
 
@@ -50,13 +51,13 @@ class AnswerParser:
         self,
         *,
         tools: ToolFormat | None = None,
-        tool_names: Set[str] = frozenset(),
+        schemas: Schemas = MappingProxyType({}),
         max_calls: int | None = None,
         reasoning: ReasoningFormat | None = None,
         is_open: bool | None = None,
     ) -> None:
-        """`tools` is None where no calls may come; `is_open` says whether the answer begins within
-        the reasoning (see `ReasoningParser`).
+        """`tools` is None where no calls may come; `schemas` are those of the request's tools;
+        `is_open` says whether the answer begins within the reasoning (see `ReasoningParser`).
         """
         self._sink = EventSink(
             _no_call_id if tools is None else tools.new_call_id,
@@ -66,7 +67,7 @@ class AnswerParser:
         self._stages: list[_Stage] = []
         """Each gives the next one its text."""
         if tools is not None:
-            self._stages.append(_Stage(tools.make(self._sink, tool_names)))
+            self._stages.append(_Stage(tools.make(self._sink, schemas)))
         elif reasoning is not None and reasoning.is_harmony:
             self._stages.append(_Stage(HarmonyParser(self._sink, may_call=False)))
         if reasoning is not None and not reasoning.is_harmony:

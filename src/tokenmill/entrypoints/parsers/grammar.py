@@ -7,89 +7,24 @@ them back; arguments satisfy the tool's schema.
 
 from __future__ import annotations
 
-import copy
 import json
-import keyword
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokenmill.entrypoints.parsers import deepseek, harmony
-from tokenmill.errors import InvalidRequestError, shown
-from tokenmill.structured_output.json_schema import enforceable_schema
-
-SpecialId = Callable[[str], int | None]
-"""The id of a special token; None for texts that are none."""
-
-_EXTRA_KEYWORDS = {
-    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-}
-"""JSON as Python writes it, which is what models have seen."""
-_NO_ARGUMENTS: dict[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that a model may call."""
-
-    name: str
-    parameters: Mapping[str, Any] | None
-    """A JSON schema; None for a function without any."""
-    strict: bool = False
-    place: str = "tools"
-    """Its field in the request, for errors."""
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The schema of its arguments, which are an object in any case."""
-        if self.parameters is None:
-            return _NO_ARGUMENTS
-        return {"type": "object", **self.parameters}
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A text that may be a special token."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Schema:
-    """A place for JSON."""
-
-    schema: Mapping[str, Any]
-    place: str
-    """The schema's field in the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """A place for arguments as Python writes them."""
-
-    tool: Tool
-    schema: Mapping[str, Any]
-
-
-Part = str | Mark | Schema | Arguments
-
-
-@dataclass(frozen=True, slots=True)
-class CallStyle:
-    """How a family writes several calls."""
-
-    call: Callable[[Tool, Mapping[str, Any]], list[Part]]
-    """One call of a tool with arguments of this schema."""
-    before: tuple[Part, ...] = ()
-    between: tuple[Part, ...] = ()
-    after: tuple[Part, ...] = ()
-    trigger: str | None = None
-    """The mark that nothing but a call begins with; the first part of the first call."""
+from tokenmill.entrypoints.parsers.grammar_writer import (
+    ANY_OBJECT,
+    ANY_TEXT,
+    CallStyle,
+    GrammarWriter,
+    Keywords,
+    Mark,
+    Parameters,
+    Part,
+    Schema,
+    SpecialId,
+    Tool,
+)
 
 
 def _object(key: str) -> Callable[[Tool, Mapping[str, Any]], list[Part]]:
@@ -134,7 +69,12 @@ def _harmony(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
 
 
 def _pythonic(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
-    return [f"{tool.name}(", Arguments(tool, schema), ")"]
+    return [f"{tool.name}(", Keywords(tool, schema), ")"]
+
+
+def _xml(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
+    head: list[Part] = [Mark("<tool_call>"), f"\n<function={tool.name}>\n"]
+    return [*head, Parameters(tool, schema), "</function>\n", Mark("</tool_call>")]
 
 
 _DEEPSEEK_MARKS = ((Mark(deepseek.CALLS_BEGIN),), (Mark(deepseek.CALLS_END),))
@@ -169,6 +109,8 @@ STYLES: dict[str, CallStyle] = {
         _object("arguments"), (Mark("functools"), "["), (", ",), ("]",), "functools"
     ),
     "pythonic": CallStyle(_pythonic, ("[",), (", ",), ("]",)),
+    "qwen3_coder": CallStyle(_xml, between=("\n",), trigger="<tool_call>"),
+    "qwen3_xml": CallStyle(_xml, between=("\n",), trigger="<tool_call>"),
 }
 """By the names of parsers; `json` is for models that have none."""
 
@@ -180,7 +122,7 @@ def forced_calls(
 
     Raises `InvalidRequestError` for a tool that the family's calls cannot express.
     """
-    writer = _Writer(special_id)
+    writer = GrammarWriter(special_id)
     writer.rule("start", writer.calls(tools, STYLES[style], parallel=parallel))
     return writer.text()
 
@@ -194,7 +136,7 @@ def calls_or_json(
     parallel: bool = True,
 ) -> str:
     """A grammar of either calls or one JSON value of a schema. Raises as `forced_calls` does."""
-    writer = _Writer(special_id)
+    writer = GrammarWriter(special_id)
     calls = writer.calls(tools, STYLES[style], parallel=parallel)
     writer.rule("start", f"{calls} | {writer.parts([Schema(schema, 'response_format')])}")
     return writer.text()
@@ -208,7 +150,7 @@ def lazy_calls(tools: Sequence[Tool], style: str, special_id: SpecialId) -> str 
     trigger = form.trigger
     if trigger is None:
         return None
-    writer = _Writer(special_id)
+    writer = GrammarWriter(special_id)
     loose = [tool if tool.strict else _loosened(tool) for tool in tools]
     calls = writer.calls(loose, form, parallel=True, skip=trigger)
     token = special_id(trigger)
@@ -217,146 +159,10 @@ def lazy_calls(tools: Sequence[Tool], style: str, special_id: SpecialId) -> str 
     else:
         writer.rule("opening", f"TEXT <[{token}]>")
     writer.rule("start", f"(opening {calls})* TEXT")
-    writer.rule("TEXT", r"/(.|\n)*/")
+    writer.rule("TEXT", ANY_TEXT)
     return writer.text()
 
 
 def _loosened(tool: Tool) -> Tool:
     """A tool that is not strict: its arguments are an object, and that is all."""
-    return Tool(tool.name, _ANY_OBJECT, place=tool.place)
-
-
-class _Writer:
-    """Rules of one grammar."""
-
-    def __init__(self, special_id: SpecialId) -> None:
-        self._special_id = special_id
-        self._rules: list[str] = []
-        self._num_names = 0
-
-    def text(self) -> str:
-        """The grammar."""
-        return "".join(f"{rule}\n" for rule in self._rules)
-
-    def rule(self, name: str, body: str) -> None:
-        """Add a rule."""
-        self._rules.append(f"{name}: {body}")
-
-    def calls(
-        self, tools: Sequence[Tool], form: CallStyle, *, parallel: bool, skip: str | None = None
-    ) -> str:
-        """An expression for calls; `skip` is a mark at the beginning that is there already."""
-        name = self._name("call")
-        one = " | ".join(self.parts(form.call(tool, tool.schema)) for tool in tools)
-        self.rule(name, one)
-        first = name
-        before = list(form.before)
-        if skip is not None and before:
-            before[0] = _without(before[0], skip)
-        elif skip is not None:
-            first = self._name("call")
-            heads = [[_without(each[0], skip), *each[1:]] for each in map(self._call(form), tools)]
-            self.rule(first, " | ".join(map(self.parts, heads)))
-        more = f"({self.parts(form.between)} {name})*" if parallel else ""
-        return f"({self.parts(before)} {first} {more} {self.parts(form.after)})"
-
-    def _call(self, form: CallStyle) -> Callable[[Tool], list[Part]]:
-        return lambda tool: form.call(tool, tool.schema)
-
-    def parts(self, parts: Sequence[Part]) -> str:
-        """An expression for parts behind one another."""
-        return " ".join(self._part(part) for part in parts if part)
-
-    def _part(self, part: Part) -> str:
-        match part:
-            case str():
-                return json.dumps(part)
-            case Mark(text):
-                token = self._special_id(text)
-                return json.dumps(text) if token is None else f"<[{token}]>"
-            case Schema(schema, place):
-                name = self._name("json")
-                enforced = _enforced(schema, place)
-                self.rule(name, f"%json {json.dumps({**enforced, **_EXTRA_KEYWORDS})}")
-                return name
-            case Arguments(tool, schema):
-                return self._arguments(tool, schema)
-
-    def _arguments(self, tool: Tool, schema: Mapping[str, Any]) -> str:
-        """Keyword arguments in the order of the schema: all that are required, any of the rest."""
-        required, properties = _keywords(tool, schema)
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        rest = first = '""'
-        for name, value in reversed(properties.items()):
-            inner = self.parts([f"{name}=", Schema({**shared, **value}, tool.place)])
-            both = self._name("args"), self._name("args")
-            if name in required:
-                self.rule(both[0], f"{inner} {rest}")
-                self.rule(both[1], f'", " {inner} {rest}')
-            else:
-                self.rule(both[0], f"{inner} {rest} | {first}")
-                self.rule(both[1], f'(", " {inner})? {rest}')
-            first, rest = both
-        return first
-
-    def _name(self, kind: str) -> str:
-        self._num_names += 1
-        return f"{kind}_{self._num_names}"
-
-
-def _enforced(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The schema as backends enforce it."""
-    try:
-        return enforceable_schema(copy.deepcopy(dict(schema)), closed=False)
-    except ValueError as error:
-        raise InvalidRequestError(
-            f"{place} has a schema that cannot be enforced: {error}.", parameter=place
-        ) from error
-    except RecursionError as error:
-        raise InvalidRequestError(
-            f"{place} has a schema that is nested too deep.", parameter=place
-        ) from error
-
-
-def _without(part: Part, mark: str) -> Part:
-    """What is left of a part that begins with a mark."""
-    text = part.text if isinstance(part, Mark) else part
-    assert isinstance(text, str)
-    assert text.startswith(mark)
-    return text[len(mark) :]
-
-
-def _keywords(
-    tool: Tool, schema: Mapping[str, Any]
-) -> tuple[frozenset[str], dict[str, Mapping[str, Any]]]:
-    """(required, properties) of a schema that keyword arguments can express."""
-    properties = schema.get("properties", {})
-    required = schema.get("required", [])
-    problem = next(_problems(schema, properties, required), None)
-    if problem is not None:
-        raise InvalidRequestError(
-            f"{tool.place}: {problem}, so its arguments cannot be forced as keyword arguments of"
-            f" Python; name its properties, or use tool_choice='auto'.",
-            parameter=tool.place,
-        )
-    return frozenset(required), dict(properties)
-
-
-def _problems(schema: Mapping[str, Any], properties: Any, required: Any) -> Iterator[str]:
-    known = {
-        "type", "properties", "required", "additionalProperties", "title", "description",
-        "$defs", "definitions", "$schema",
-    }  # fmt: skip
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        yield "its schema is none"
-        return
-    for key in schema.keys() - known:
-        yield f"its schema has {shown(key)} at the top"
-    for name, value in properties.items():
-        if not name.isidentifier() or keyword.iskeyword(name):
-            yield f"{shown(name)} is no name for an argument"
-        if not isinstance(value, Mapping):
-            yield f"the schema of {shown(name)} is no object"
-    for name in required:
-        if name not in properties:
-            yield f"{shown(name)} is required and has no schema"
+    return Tool(tool.name, ANY_OBJECT, place=tool.place)

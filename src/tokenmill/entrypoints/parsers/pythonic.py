@@ -17,7 +17,7 @@ from typing import Any
 from tokenmill.entrypoints.parsers.events import EventSink
 from tokenmill.entrypoints.parsers.reader import Emit, Steps, TextReader
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]*")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _IN_QUOTES = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 _OUTSIDE = re.compile(r"[^\"'\[\](){}]*")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenmill.entrypoints.parsers import deepseek, harmony
+from tokenmill.entrypoints.parsers import deepseek, harmony, xml_calls
 from tokenmill.entrypoints.parsers.deepseek import DeepSeekCallParser
 from tokenmill.entrypoints.parsers.events import EventSink
 from tokenmill.entrypoints.parsers.harmony import HarmonyParser
 from tokenmill.entrypoints.parsers.json_calls import JsonCallParser, JsonStyle, MistralCallParser
 from tokenmill.entrypoints.parsers.pythonic import PythonicCallParser
 from tokenmill.entrypoints.parsers.reader import Steps, TextReader
+from tokenmill.entrypoints.parsers.xml_calls import Schemas, XmlCallParser
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -28,8 +29,8 @@ class Parser(Protocol):
         ...
 
 
-MakeParser = Callable[[EventSink, Set[str]], Parser]
-"""Takes the names of the request's tools as well."""
+MakeParser = Callable[[EventSink, Schemas], Parser]
+"""Takes the request's tools as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class ToolFormat:
 
 
 def _json(style: JsonStyle) -> MakeParser:
-    return lambda sink, names: JsonCallParser(sink, style, names)
+    return lambda sink, tools: JsonCallParser(sink, style, tools.keys())
 
 
 HERMES = JsonStyle("<tool_call>", "</tool_call>")
@@ -62,7 +63,7 @@ JAMBA = JsonStyle("<tool_calls>", "</tool_calls>")
 PHI = JsonStyle("functools")
 INTERNLM = JsonStyle("<|action_start|><|plugin|>", "<|action_end|>")
 _DEEPSEEK = ToolFormat(
-    lambda sink, names: DeepSeekCallParser(sink),
+    lambda sink, tools: DeepSeekCallParser(sink),
     (
         deepseek.CALLS_BEGIN,
         deepseek.CALLS_END,
@@ -72,8 +73,10 @@ _DEEPSEEK = ToolFormat(
     ),
 )
 _PYTHONIC = ToolFormat(
-    lambda sink, names: PythonicCallParser(sink, names), ("<|python_start|>", "<|python_end|>")
+    lambda sink, tools: PythonicCallParser(sink, tools.keys()),
+    ("<|python_start|>", "<|python_end|>"),
 )
+_XML = ToolFormat(XmlCallParser, (xml_calls.CALL_BEGIN, xml_calls.CALL_END))
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek_v3": _DEEPSEEK,
@@ -86,12 +89,12 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama4_json": ToolFormat(_json(LLAMA), ("<|python_tag|>",)),
     "llama4_pythonic": _PYTHONIC,
     "mistral": ToolFormat(
-        lambda sink, names: MistralCallParser(sink, MISTRAL, names),
+        lambda sink, tools: MistralCallParser(sink, MISTRAL, tools.keys()),
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         short_ids=True,
     ),
     "openai": ToolFormat(
-        lambda sink, names: HarmonyParser(sink),
+        lambda sink, tools: HarmonyParser(sink),
         (
             harmony.START,
             harmony.CHANNEL,
@@ -104,6 +107,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "phi4_mini_json": ToolFormat(_json(PHI), ("functools",)),
     "pythonic": _PYTHONIC,
+    "qwen3_coder": _XML,
+    "qwen3_xml": _XML,
 }
 """Value of `tool_call_parser` to its format."""
 
@@ -119,10 +124,11 @@ _RECOGNISED: dict[str, tuple[str, ...]] = {
     "llama4_pythonic": ("<|python_start|>",),
     "llama3_json": ("<|python_tag|>", '"parameters"'),
     "granite": ("<|tool_call|>",),
+    "qwen3_coder": ("<tool_call>", xml_calls.FUNCTION_BEGIN, xml_calls.PARAMETER_BEGIN),
     "hermes": ("<tool_call>", '"name"', '"arguments"'),
 }
 """Families by what their chat templates contain, the more special ones first."""
-_OTHER_FORMATS = ("<function=", "<arg_key>", "<parameter=", "<invoke", "<tool_sep>")
+_OTHER_FORMATS = ("<arg_key>", "<invoke", "<tool_sep>")
 """In templates whose calls only look like those of a family above."""
 
 
@@ -138,7 +144,10 @@ def check_tool_parser(name: str) -> str:
 
 def recognise_tool_parser(template: str) -> str | None:
     """The family whose calls a chat template describes; None if it is none, or not certain."""
-    if any(other in template for other in _OTHER_FORMATS):
+    bare_function = xml_calls.FUNCTION_BEGIN in template and (
+        xml_calls.PARAMETER_BEGIN not in template
+    )
+    if bare_function or any(other in template for other in _OTHER_FORMATS):
         return None
     flat = template.replace('\\"', '"').replace("'", '"')
     for name, words in _RECOGNISED.items():
