@@ -101,7 +101,7 @@ def test_fields_are_described_with_their_bounds(description):
     assert "description" in fields["temperature"]
     assert description["components"]["schemas"]["CompletionRequest"]["required"] == ["prompt"]
     # What is known but not supported is there with the values that are taken.
-    assert fields["use_beam_search"]["enum"] == [None, False]
+    assert fields["suffix"]["enum"] == [None, ""]
 
 
 def test_keys_are_described_where_they_are_needed(description):
