@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import torch
 
 
+PACKED_PREFIX = "packed "
+"""Before a block type, in the format of a tensor that lies in the file as kernels read it."""
+
+
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     """A tensor's bytes as they lie in the file; mapped, not copied."""
@@ -18,7 +22,8 @@ class RawTensor:
     shape: tuple[int, ...]
     """As in torch: a linear weight is [out_features, in_features]."""
     format: str
-    """`F32`, `F16`, `BF16`, or a GGUF block type such as `Q4_1`."""
+    """`F32`, `F16`, `BF16`, a GGUF block type such as `Q4_1`, or `packed Q4_1`: see
+    quantization/packed_blocks.py."""
     data: torch.Tensor
     """uint8 [num_bytes], backed by the mapped file. Rows follow one another; within a row, blocks
     of a block type."""

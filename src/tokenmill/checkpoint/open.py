@@ -7,11 +7,13 @@ from pathlib import Path
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tokenmill.checkpoint.hf_directory import HFDirectory
+from tokenmill.checkpoint.packed_directory import MANIFEST, PackedDirectory
 from tokenmill.errors import CheckpointError, ModelNotFoundError
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file, a Hugging Face directory, or a directory that holds one GGUF file.
+    """Open a GGUF file, a directory of Hugging Face or of `tokenmill quantize`, or one that holds
+    one GGUF file.
 
     Raises `ModelNotFoundError` if there is no model, and `CheckpointError` if it cannot be read.
     """
@@ -19,6 +21,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return GGUFCheckpoint.open(path)
     if not path.is_dir():
         raise ModelNotFoundError(f"{path}: there is no such file or directory.")
+    if (path / MANIFEST).is_file():
+        return PackedDirectory.open(path)
     if (path / "config.json").is_file():
         return HFDirectory.open(path)
     gguf_files = sorted(path.glob("*.gguf"))

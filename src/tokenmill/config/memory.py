@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from tokenmill.checkpoint.checkpoint import PACKED_PREFIX
 from tokenmill.config.dtypes import DTYPE_BYTES, kv_head_bytes
 from tokenmill.config.engine_config import EngineConfig, MemoryLedger
 from tokenmill.config.machine import Machine
@@ -44,7 +45,7 @@ _PACKED_BLOCK_BYTES = {
 }
 """Bytes that 32 values of a GGUF block type take where the native kernels keep their codes."""
 _BLOCK_VALUES = 32
-_QUANTIZED_BYTES = {"fp8": 1.001, "int4": 0.5 + 4 / 32}
+_QUANTIZED_BYTES = {"fp8": 1.001, "int8": 34 / 32, "int4": 0.5 + 4 / 32}
 """Of a value of a matrix, scales included: one a row, or scale and minimum of 32 values."""
 
 
@@ -59,7 +60,8 @@ class Weights:
     keeps_blocks: bool
     """Whether block types keep their codes; else they become `dtype`."""
     quantization: str | None = None
-    """What matrices become; the vocabulary's and vectors keep `dtype`."""
+    """What plain matrices become. Vectors keep `dtype`, and so does the vocabulary, except on the
+    native kernels: there it has eight bits."""
 
     @property
     def num_values(self) -> int:
@@ -71,16 +73,24 @@ class Weights:
         return sum(self._bytes_of(name, prod(shape)) for name, shape in self.shapes.items())
 
     def _bytes_of(self, name: str, num_values: int) -> int:
-        block_bytes = _PACKED_BLOCK_BYTES.get(self.formats[name])
+        block_bytes = _PACKED_BLOCK_BYTES.get(self.formats[name].removeprefix(PACKED_PREFIX))
         if self.keeps_blocks and block_bytes is not None:
             return num_values // _BLOCK_VALUES * block_bytes
-        if self.quantization is not None and _is_matrix(name, self.shapes[name]):
-            return int(num_values * _QUANTIZED_BYTES[self.quantization])
+        quantization = self._quantization_of(name)
+        if quantization is not None:
+            return int(num_values * _QUANTIZED_BYTES[quantization])
         return num_values * DTYPE_BYTES[self.dtype]
 
-
-def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and not name.startswith(("model.embed_tokens.", "lm_head."))
+    def _quantization_of(self, name: str) -> str | None:
+        shape = self.shapes[name]
+        if self.quantization is None or len(shape) != 2:
+            return None
+        is_vocabulary = name.startswith(("model.embed_tokens.", "lm_head."))
+        if not self.keeps_blocks:
+            return None if is_vocabulary else self.quantization
+        if shape[1] % _BLOCK_VALUES:
+            return None
+        return "int8" if is_vocabulary else self.quantization
 
 
 def kv_bytes_per_token(parameters: ModelParameters, kv_dtype: str) -> int:

@@ -22,6 +22,10 @@ from tokenmill.kernels import arena, native
 GROUP_SIZE = 32
 """Values along K that share a scale, in block formats and in quantised rows."""
 
+PANEL_COLUMNS = 32
+"""Rows of a weight whose codes lie together. Where N is a multiple of it, the packed forms of two
+weights behind one another are that of both."""
+
 BLOCK_VALUES = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"), 32),
     **dict.fromkeys(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"), 256),
@@ -121,6 +125,11 @@ class PackedBlocks:
         buffer = _allocate(module.packed_blocks_bytes(block_type, out_features, in_features))
         module.pack_blocks(block_type, raw, out_features, in_features, buffer, row_index)
         return cls(buffer, block_type, out_features, in_features)
+
+    @staticmethod
+    def empty_buffer(num_bytes: int) -> torch.Tensor:
+        """Memory for packed blocks."""
+        return _allocate(num_bytes)
 
     @classmethod
     def quantize(

@@ -13,6 +13,7 @@ from tokenmill.kernels.activation import Gate
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
+from tokenmill.quantization.packed_blocks import Quantization
 
 NATIVE_DTYPES = ("bfloat16", "float32")
 """Types of activations that the native kernels know."""
@@ -80,8 +81,9 @@ def require_torch_path(kernels: LayerKernels, what: str) -> None:
 
 
 @functools.cache
-def layer_kernels(dtype: torch.dtype) -> LayerKernels:
-    """The native kernels where they can be had, else torch's."""
+def layer_kernels(dtype: torch.dtype, quantization: Quantization | None = None) -> LayerKernels:
+    """The native kernels where they can be had, else torch's, which quantise nothing."""
     if uses_native_kernels(str(dtype).removeprefix("torch.")):
-        return NativeKernels()
+        return NativeKernels(quantization)
+    assert quantization is None
     return PlainKernels()

@@ -1,18 +1,21 @@
-"""Weights packed for the native kernels: plain, or the codes and scales of GGUF blocks."""
+"""Weights packed for the native kernels: plain, or the codes and scales of blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 
-from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor
 from tokenmill.kernels import arena, fused
 from tokenmill.kernels.activation import Gate
 from tokenmill.kernels.float8_rows import Float8Rows
 from tokenmill.kernels.gemm import (
     BLOCK_VALUES,
+    GROUP_SIZE,
+    PANEL_COLUMNS,
     PackedBf16,
     PackedBlocks,
     PackedFloat32,
@@ -24,7 +27,8 @@ from tokenmill.kernels.gemm import (
 )
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.weights import WeightSlot
-from tokenmill.quantization.dequantize import dequantize, rows_in_order
+from tokenmill.quantization.dequantize import dequantize, plain_values, rows_in_order
+from tokenmill.quantization.packed_blocks import QUANTIZED_TYPES, Quantization
 
 PackedWeight = PackedBf16 | PackedFloat32 | PackedBlocks
 
@@ -41,14 +45,16 @@ class _Span:
 class PackedLinearMethod:
     """A matrix in spans: parts of a merged layer that have one format are one product.
 
-    Among bfloat16 activations, block types that the kernels know keep their codes, and everything
-    else becomes bfloat16. Among float32 activations all weights become float32.
+    Among bfloat16 activations, block types that the kernels know keep their codes, and plain
+    weights become bfloat16 or are quantised. Among float32 activations all weights become float32.
     """
 
     out_features: int
     in_features: int
     dtype: torch.dtype = torch.bfloat16
     """Of the activations: bfloat16 or float32."""
+    quantization: Quantization | None = None
+    """What plain weights become; of rows that are no multiple of 32 values, bfloat16."""
     bias_dtype: torch.dtype = torch.float32
     _loaded: dict[int, RawTensor] = field(default_factory=dict)
     """Parts by their first row, until all are there; they are mapped, not copied."""
@@ -94,17 +100,31 @@ class PackedLinearMethod:
     def _pack(self) -> None:
         start = 0
         in_order = [self._loaded[first] for first in sorted(self._loaded)]
-        for key, group in groupby(in_order, key=self._packed_format):
-            parts = list(group)
+        for parts in self._spans_of(in_order):
+            key = self._packed_format(parts[0])
             stop = start + sum(part.shape[0] for part in parts)
             self._spans.append(_Span(slice(start, stop), _pack_parts(key, parts)))
             start = stop
         self._loaded.clear()
 
+    def _spans_of(self, in_order: list[RawTensor]) -> Iterator[list[RawTensor]]:
+        """Parts of one format; those that are packed already join where panels are whole."""
+        for key, group in groupby(in_order, key=self._packed_format):
+            parts = list(group)
+            if key.startswith(PACKED_PREFIX) and any(
+                part.shape[0] % PANEL_COLUMNS for part in parts[:-1]
+            ):
+                yield from ([part] for part in parts)
+            else:
+                yield parts
+
     def _packed_format(self, raw: RawTensor) -> str:
         if self.dtype == torch.float32:
             return "float32"
-        return raw.format if raw.format in BLOCK_VALUES else "bfloat16"
+        if raw.format in BLOCK_VALUES or raw.format.startswith(PACKED_PREFIX):
+            return raw.format
+        is_whole = self.in_features % GROUP_SIZE == 0
+        return self.quantization if self.quantization and is_whole else "bfloat16"
 
 
 class NativeKernels:
@@ -119,15 +139,20 @@ class NativeKernels:
     def empty(self, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         return arena.empty(num_rows, size, dtype=dtype)
 
+    def __init__(self, quantization: Quantization | None = None) -> None:
+        """Plain matrices become `quantization`, and the vocabulary then int8."""
+        self.quantization = quantization
+
     def linear_method(
         self, out_features: int, in_features: int, dtype: torch.dtype
     ) -> PackedLinearMethod:
-        return PackedLinearMethod(out_features, in_features, dtype)
+        return PackedLinearMethod(out_features, in_features, dtype, self.quantization)
 
     def vocab_method(
         self, vocab_size: int, hidden_size: int, dtype: torch.dtype
     ) -> PackedLinearMethod:
-        return self.linear_method(vocab_size, hidden_size, dtype)
+        quantization: Quantization | None = "int8" if self.quantization else None
+        return PackedLinearMethod(vocab_size, hidden_size, dtype, quantization)
 
     def add_rms_norm(
         self,
@@ -160,8 +185,25 @@ def _pack_parts(packed_format: str, parts: list[RawTensor]) -> PackedWeight:
         return PackedBf16.pack(_joined([dequantize(part, torch.bfloat16) for part in parts]))
     if packed_format == "float32":
         return PackedFloat32.pack(_joined([dequantize(part, torch.float32) for part in parts]))
+    if packed_format in QUANTIZED_TYPES:
+        weight = _joined([plain_values(part) for part in parts])
+        return PackedBlocks.quantize(QUANTIZED_TYPES[packed_format], weight)
+    if packed_format.startswith(PACKED_PREFIX):
+        block_type = packed_format.removeprefix(PACKED_PREFIX)
+        return PackedBlocks(_in_one_piece(parts), block_type, num_rows, num_columns)
     raw = _joined([rows_in_order(part) for part in parts])
     return PackedBlocks.pack(packed_format, raw, num_rows, num_columns)
+
+
+def _in_one_piece(parts: list[RawTensor]) -> torch.Tensor:
+    """The bytes of panels that lie behind one another: a view of the file where they do there."""
+    first, total = parts[0].data, sum(part.data.numel() for part in parts)
+    ends = [part.data.data_ptr() + part.data.numel() for part in parts]
+    if all(part.data.data_ptr() == end for part, end in zip(parts[1:], ends, strict=False)):
+        return first.as_strided((total,), (1,))
+    joined = PackedBlocks.empty_buffer(total)
+    torch.cat([part.data for part in parts], out=joined)
+    return joined
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor
 from tokenmill.errors import CheckpointError
+from tokenmill.quantization.packed_blocks import unpack
 
 _SLAB_VALUES = (1 << 15) - 256
 """Values worked on at a time.
@@ -40,6 +41,8 @@ def dequantize(raw: RawTensor, dtype: torch.dtype) -> torch.Tensor:
         values = rows_in_order(raw).view(_PLAIN[raw.format]).view(raw.shape)
         return (values - raw.value_offset if raw.value_offset else values).to(dtype)
     assert not raw.value_offset
+    if raw.format.startswith(PACKED_PREFIX):
+        return unpack(raw.format.removeprefix(PACKED_PREFIX), raw.data, raw.shape).to(dtype)
     layout = _BLOCKS.get(raw.format)
     if layout is None:
         raise CheckpointError(
@@ -53,6 +56,12 @@ def dequantize(raw: RawTensor, dtype: torch.dtype) -> torch.Tensor:
         end = start + slab
         values[start:end] = layout.dequantize(blocks[start:end])
     return values.view(raw.shape)
+
+
+def plain_values(raw: RawTensor) -> torch.Tensor:
+    """The values of `raw`, without rounding: in their own type, if that is a plain one."""
+    dtype = torch.float32 if raw.value_offset else _PLAIN.get(raw.format, torch.float32)
+    return dequantize(raw, dtype)
 
 
 def rows_in_order(raw: RawTensor) -> torch.Tensor:

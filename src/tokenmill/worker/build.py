@@ -16,9 +16,10 @@ from tokenmill.models.loader import load_model
 from tokenmill.quantization.packed_blocks import Quantization
 from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.sampling.sampler import Sampler
-from tokenmill.worker.bind import bind_attention, kv_cache_config
+from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.graphs.cpu import record
 from tokenmill.worker.graphs.forward import checked
+from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.model_runner import ModelRunner, RunnerLimits
 from tokenmill.worker.row_params import build_row_params
 from tokenmill.worker.worker import Worker

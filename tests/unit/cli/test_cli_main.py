@@ -25,6 +25,7 @@ HELP = [
     ("models", "get", "--help"),
     ("models", "remove", "--help"),
     ("collect-env", "--help"),
+    ("quantize", "--help"),
     ("--version",),
 ]
 HEAVY = {"torch", "numpy", "huggingface_hub", "transformers", "tokenizers"}

@@ -385,6 +385,32 @@ def test_quantized_matrices_take_less_memory(quantization: str, bytes_per_value:
     assert small.ledger.weights == pytest.approx(bytes_per_value * num_values, rel=1e-3)
 
 
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8.5), ("int4", 5)])
+def test_on_the_native_kernels_the_vocabulary_has_eight_bits(
+    quantization: str, bits: float
+) -> None:
+    shapes = {"model.embed_tokens.weight": (100, 64), "a": (50, 96), "odd": (8, 33), "b": (96,)}
+    weights = Weights(
+        shapes,
+        dict.fromkeys(shapes, "BF16"),
+        "bfloat16",
+        keeps_blocks=True,
+        quantization=quantization,
+    )
+    assert weights.num_bytes == 100 * 64 * 8.5 / 8 + 50 * 96 * bits / 8 + 2 * (8 * 33 + 96)
+    native = dataclasses.replace(machine(), isa="avx512")
+    assert resolved(on=native, quantization=quantization).quantization == quantization
+    with pytest.raises(ConfigError, match="native kernels"):
+        resolved(quantization=quantization, device="cpu")
+    with pytest.raises(ConfigError, match=r"int8.*device='cpu'"):
+        resolved(on=gpu_machine(), quantization="int8")
+
+
+def test_packed_tensors_count_as_their_block_types() -> None:
+    weights = Weights({"a": (40, 64)}, {"a": "packed Q4_1"}, "bfloat16", keeps_blocks=True)
+    assert weights.num_bytes == 40 * 2 * 20
+
+
 def test_a_float8_cache_is_half_a_bfloat16_one() -> None:
     plain = resolved(on=gpu_machine(), num_kv_blocks=100)
     small = resolved(on=gpu_machine(), num_kv_blocks=100, kv_cache_dtype="fp8")
@@ -395,7 +421,7 @@ def test_a_float8_cache_is_half_a_bfloat16_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"quantization": "fp9"}, "quantization='fp9' is not one of: fp8, int4."),
+        ({"quantization": "fp9"}, "quantization='fp9' is not one of: fp8, int8, int4."),
         ({"quantization": "fp8", "device": "cpu"}, "quantization='fp8' needs device='cuda'"),
         ({"quantization": "int4", "dtype": "float32"}, "dtype='float32'"),
         ({"kv_cache_dtype": "fp8", "device": "cpu"}, "which only a GPU can do"),

@@ -7,7 +7,7 @@ Weights are read once a step, the keys and values of a request once a step; what
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from tokenmill.config.memory import Weights
@@ -108,8 +108,7 @@ def model_cost(
 
 
 def _part(weights: Weights, names: Sequence[str]) -> Weights:
-    shapes = {name: weights.shapes[name] for name in names}
-    return Weights(shapes, weights.formats, weights.dtype, weights.keeps_blocks)
+    return replace(weights, shapes={name: weights.shapes[name] for name in names})
 
 
 def _sum_of_lengths(first: int, last: int, window: int) -> int:

@@ -204,6 +204,7 @@ def held_weights(args: EngineArgs, config: EngineConfig) -> Weights:
             dict(checkpoint.tensor_formats),
             config.model.dtype,
             keeps_blocks(config.kernels, config.model.dtype),
+            config.quantization,
         )
     finally:
         checkpoint.close()

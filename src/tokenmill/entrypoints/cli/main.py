@@ -39,6 +39,16 @@ app.command(f"{_HERE}.generate:app", name="generate", help="Continue prompts.")
 app.command(f"{_HERE}.serve:app", name="serve", help="Serve a model over HTTP.")
 app.command(f"{_HERE}.models:app", name="models", help="List, fetch and remove models.")
 app.command(
+    f"{_HERE}.inspect:inspect_command",
+    name="inspect",
+    help="Print what a model is, what it needs, and whether it fits this machine.",
+)
+app.command(
+    f"{_HERE}.quantize:quantize_command",
+    name="quantize",
+    help="Write a model's weights in fewer bits, packed for the CPU's kernels.",
+)
+app.command(
     f"{_HERE}.bench:app", name="bench", help="Measure this machine: figures beside their limits."
 )
 app.command(

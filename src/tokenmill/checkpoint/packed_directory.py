@@ -1,0 +1,180 @@
+"""A directory that `tokenmill quantize` has written: weights as the native kernels read them.
+
+    packed.json          what was made of what: see `Manifest`
+    packed.safetensors   tensors; packed ones are plain bytes (U8), at multiples of 64
+    config.json, ...     the model's own files beside its weights
+
+The weights are mapped, not copied. What cannot be right is refused: another version of the layout,
+weights or config.json that are not those that the manifest was written for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor, TokenizerData
+from tokenmill.checkpoint.hf_directory import CONFIG, read_configs
+from tokenmill.errors import CheckpointError, did_you_mean
+
+MANIFEST = "packed.json"
+WEIGHTS = "packed.safetensors"
+LAYOUT_VERSION = 1
+"""Of the packed layouts; rises when csrc/gemm_kernels.h changes what bytes mean."""
+ALIGNMENT = 64
+_MAX_HEADER_BYTES = 64 << 20
+
+
+class PackedTensor(msgspec.Struct, frozen=True):
+    """What the bytes of a packed tensor are."""
+
+    shape: tuple[int, ...]
+    """[out_features, in_features]."""
+    block_type: str
+    """Of the codes, such as `Q4_1`."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """packed.json."""
+
+    version: int
+    """LAYOUT_VERSION of who wrote it."""
+    format: str
+    """int8 or int4."""
+    source: str
+    """The model that it was made of, as it was named."""
+    source_digest: str
+    """sha256 of the source's tensors: names, shapes, formats, bytes."""
+    config_digest: str
+    """sha256 of config.json."""
+    header_digest: str
+    """sha256 of the header of the weights."""
+    num_bytes: int
+    """Size of the weights' file."""
+    tensors: dict[str, PackedTensor]
+    """The packed ones by name."""
+
+
+class PackedDirectory:
+    """Such a directory as a `Checkpoint`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        self.config: Mapping[str, Any]
+        self.generation_config: Mapping[str, Any]
+        self.config, self.generation_config = read_configs(path)
+        self.tokenizer_data = TokenizerData(directory=path)
+        header, self._data_begin = _read_header(path / WEIGHTS)
+        _check(self.manifest, path, header)
+        self._entries: dict[str, dict[str, Any]] = {
+            name: entry for name, entry in json.loads(header).items() if name != "__metadata__"
+        }
+        packed = self.manifest.tensors
+        self.tensor_shapes: Mapping[str, tuple[int, ...]] = {
+            name: packed[name].shape if name in packed else tuple(entry["shape"])
+            for name, entry in self._entries.items()
+        }
+        self.tensor_formats: Mapping[str, str] = {
+            name: PACKED_PREFIX + packed[name].block_type if name in packed else entry["dtype"]
+            for name, entry in self._entries.items()
+        }
+        self.num_bytes = self.manifest.num_bytes - self._data_begin
+        self._mapped: Any = None
+
+    @classmethod
+    def open(cls, path: Path) -> PackedDirectory:
+        """Read the manifest and the header of the weights; no tensor is read.
+
+        Raises `CheckpointError` if something is missing or does not belong together.
+        """
+        return cls(path)
+
+    def read(self, name: str) -> RawTensor:
+        """The tensor of this name: a view of the mapped file."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._entries)}"
+            )
+        begin, end = (self._data_begin + offset for offset in entry["data_offsets"])
+        return RawTensor(
+            self.tensor_shapes[name], self.tensor_formats[name], self._bytes()[begin:end]
+        )
+
+    def close(self) -> None:
+        self._mapped = None
+
+    def _bytes(self) -> Any:
+        """The whole file as one tensor, so that neighbours can be views of one piece."""
+        import torch
+
+        if self._mapped is None:
+            with (self.path / WEIGHTS).open("rb") as stream:
+                # Private: whoever writes to it changes neither the file nor another's view.
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._mapped = torch.frombuffer(mapped, dtype=torch.uint8)
+        return self._mapped
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """packed.json. Raises `CheckpointError` if it cannot be read, or is of another version."""
+    file = directory / MANIFEST
+    try:
+        content = file.read_bytes()
+        version = msgspec.json.decode(content, type=dict[str, Any]).get("version")
+        if version != LAYOUT_VERSION:
+            raise CheckpointError(
+                f"{file}: version {version} of packed weights; this tokenmill reads"
+                f" {LAYOUT_VERSION}. Make them again with `tokenmill quantize`."
+            )
+        return msgspec.json.decode(content, type=Manifest)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}.") from error
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"{file}: is not a manifest of packed weights: {error}.") from error
+
+
+def digest(content: bytes) -> str:
+    """sha256, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _read_header(file: Path) -> tuple[bytes, int]:
+    """The header's JSON, and where the tensors begin."""
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > _MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{file}: the header's length, {size} bytes, cannot be right."
+                )
+            return stream.read(size), 8 + size
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}.") from error
+
+
+def _check(manifest: Manifest, path: Path, header: bytes) -> None:
+    remedy = "Make them again with `tokenmill quantize`."
+    if digest(header) != manifest.header_digest:
+        raise CheckpointError(
+            f"{path / WEIGHTS}: these are not the weights that {MANIFEST} was written for (their"
+            f" header has another digest). {remedy}"
+        )
+    actual = (path / WEIGHTS).stat().st_size
+    if actual != manifest.num_bytes:
+        raise CheckpointError(
+            f"{path / WEIGHTS}: has {actual} bytes instead of {manifest.num_bytes}; it is"
+            f" incomplete. {remedy}"
+        )
+    if digest((path / CONFIG).read_bytes()) != manifest.config_digest:
+        raise CheckpointError(
+            f"{path / CONFIG}: is not the one that the packed weights were made with (another"
+            f" digest). Restore it, use hf_overrides, or make the weights again."
+        )
