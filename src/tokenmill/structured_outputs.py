@@ -242,13 +242,13 @@ def _check_values(name: str, value: object) -> None:
                 inner += each.values()
             elif isinstance(each, list | tuple):
                 inner += each
-            if any(isinstance(item, float) and not math.isfinite(item) for item in inner):
-                raise InvalidRequestError(f"{name} holds no finite number.", parameter=name)
             if num_values + len(inner) > _MAX_VALUES:
                 raise InvalidRequestError(
                     f"{name} holds more than {_MAX_VALUES} values; make it smaller.",
                     parameter=name,
                 )
+        if any(isinstance(item, float) and not math.isfinite(item) for item in inner):
+            raise InvalidRequestError(f"{name} holds a number that is not finite.", parameter=name)
         num_values += len(inner)
         level = [each for each in inner if isinstance(each, Mapping | list | tuple)]
         if not level:

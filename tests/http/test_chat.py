@@ -255,12 +255,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
         ({"tools": [TOOL]}, "tools"),
         ({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"guided_json": {}}, "guided_json"),
     ],
 )
 def test_what_would_change_an_answer_and_is_not_supported_is_named(server, fields, parameter):

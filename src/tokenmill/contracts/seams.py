@@ -103,6 +103,10 @@ class GrammarManager(Protocol):
         """Masks for the plan's structured requests; None if there are none."""
         ...
 
+    def failure(self, request_id: str) -> str | None:
+        """Why the masks of a request allow nothing any more; None if they do, or for another."""
+        ...
+
     def shutdown(self) -> None:
         """End what runs beside the loop; may be called twice."""
         ...
@@ -144,6 +148,9 @@ class NoGrammars:
         """Nothing is to be filled."""
 
     def get_grammar_bitmask(self, plan: SchedulerOutput) -> GrammarOutput | None:
+        return None
+
+    def failure(self, request_id: str) -> str | None:
         return None
 
     def shutdown(self) -> None:

@@ -321,7 +321,7 @@ class Scheduler:
         if error is None:
             error = describe_fault(sampled, num_due, self._vocab_size)
         if error is not None:
-            return self._fail(request, error)
+            return self._fail(request, self._grammars.failure(request_id) or error)
 
         if request.pending_prompt_logprobs is not None:
             request.pending_prompt_logprobs += result.prompt_logprobs.get(request_id, ())

@@ -166,6 +166,12 @@ class StructuredOutputManager:
         rows = self._rows(plan)
         return self._fill(rows) if rows else None
 
+    def failure(self, request_id: str) -> str | None:
+        """Why the request's grammar cannot go on, if it cannot."""
+        entry = self._entries.get(request_id)
+        error = "" if entry is None or entry.grammar is None else entry.grammar.matcher.error()
+        return f"The request's grammar cannot go on: {error}." if error else None
+
     def shutdown(self) -> None:
         """End the threads."""
         self._filler.shutdown()

@@ -29,6 +29,7 @@ class ScriptedGrammars:
     force: bool = True
     slow: set[str] = field(default_factory=set)
     refusing: set[str] = field(default_factory=set)
+    lost: dict[str, str] = field(default_factory=dict)
     failures: list[tuple[str, InvalidRequestError]] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
     log: list[tuple[str, object]] = field(default_factory=list)
@@ -84,6 +85,9 @@ class ScriptedGrammars:
         if not plan.structured_req_ids:
             return None
         return GrammarOutput(list(plan.structured_req_ids), b"")
+
+    def failure(self, request_id):
+        return self.lost.get(request_id)
 
     def shutdown(self):
         pass
@@ -235,6 +239,17 @@ def test_a_refused_token_ends_its_request_alone(depth):
     assert last["a"].finish_reason is FinishReason.ERROR
     assert "refused" in last["a"].error
     assert last["b"].finish_reason is FinishReason.STOP
+
+
+def test_a_grammar_that_is_lost_says_why():
+    core, executor, grammars = create({"a": [None] * 9, "b": [None] * 9})
+    core.add_request(structured(request_id="a", prompt=[5], max_tokens=8))
+    core.add_request(structured(request_id="b", prompt=[6], max_tokens=8))
+    executor.errors |= {"a": "no usable logits", "b": "no usable logits"}
+    grammars.lost["a"] = "too wild"
+    outputs = {output.request_id: output for output in core.step().outputs}
+    assert outputs["a"].error == "too wild"
+    assert outputs["b"].error == "no usable logits"
 
 
 def test_a_request_waits_for_its_grammar_and_holds_up_nobody():

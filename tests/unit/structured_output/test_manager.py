@@ -142,6 +142,23 @@ def test_a_refused_token_is_an_error():
     assert manager.advance("a", encode("x"), 0).error
 
 
+def test_a_matcher_that_is_lost_allows_nothing_and_says_why():
+    manager = manager_of()
+    add(manager, request("a", "((a{1,100}){1,100}){1,100}"), request("b", "[xy]"))
+    for _ in range(100):
+        assert manager.failure("a") is None
+        if not masks(manager, plan_of("a"))["a"][0]:
+            break
+        manager.advance("a", encode("a"), 0)
+    assert "cannot go on" in manager.failure("a")
+    assert masks(manager, plan_of("a", "b")) == {
+        "a": [[]],
+        "b": [sorted(encode("x") + encode("y"))],
+    }
+    assert manager.failure("b") is None
+    assert manager.failure("nobody") is None
+
+
 def test_forced_tokens_are_counted_and_taken_as_far_as_there_is_room():
     text = "The quick brown fox"
     tokens = encode(text)

@@ -1,0 +1,78 @@
+"""Requests with a form whose core is killed in mid-stream: matchers are made anew from the tokens
+so far, and the streams go on as if nothing had happened. What is refused is so in every core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from helpers.served import Collected, add_delta, serve_args
+from tokenmill.engine.async_llm import AsyncLLM
+from tokenmill.errors import InvalidRequestError
+from tokenmill.sampling_params import SamplingParams
+
+NUM_STREAMS = 8
+FORMS = [
+    {"json": {"type": "array", "items": {"type": "boolean"}, "minItems": 60}},
+    {"regex": "(quick brown fox jumps over [ab]{9} ){20}"},
+    {"grammar": 'start: (("one two three four" | "five") /[0-9]{3}/)*\n'},
+    None,
+]
+
+
+def params(number: int) -> SamplingParams:
+    return SamplingParams(
+        structured_outputs=FORMS[number % len(FORMS)],
+        temperature=0.0 if number == 4 else 1.0,
+        seed=number,
+        max_tokens=120,
+        ignore_eos=True,
+        logprobs=1 if number == 5 else None,
+    )
+
+
+async def one_life(*, kill_after: int) -> list[Collected]:
+    llm = await AsyncLLM.start(serve_args(num_kv_blocks=200, dtype="float32"))
+    num_outputs = 0
+
+    async def one(number: int) -> Collected:
+        nonlocal num_outputs
+        collected = Collected()
+        prompt = f"Stream number {number}: "
+        async for output in llm.generate(
+            prompt, params(number), request_id=str(number), delta=True
+        ):
+            add_delta(collected, output)
+            num_outputs += 1
+            if num_outputs == kill_after:
+                assert llm.core_pid is not None
+                os.kill(llm.core_pid, signal.SIGKILL)
+        return collected
+
+    try:
+        results = await asyncio.gather(*(one(number) for number in range(NUM_STREAMS)))
+        with pytest.raises(InvalidRequestError) as caught:
+            bad = SamplingParams(structured_outputs={"regex": "("})
+            async for _ in llm.generate("x", bad, request_id="bad"):
+                raise AssertionError("nothing can come of it")
+        assert caught.value.parameter == "structured_outputs.regex"
+        assert (await llm.stats()).num_restarts == (1 if kill_after else 0)
+        return results
+    finally:
+        await llm.shutdown()
+
+
+def test_streams_end_as_if_nothing_had_happened():
+    async def main() -> None:
+        undisturbed = await one_life(kill_after=0)
+        killed = await one_life(kill_after=NUM_STREAMS * 12)
+        for number, (expected, got) in enumerate(zip(undisturbed, killed, strict=True)):
+            expected.num_items = got.num_items
+            assert got == expected, f"stream {number}"
+            assert got.error is None
+
+    asyncio.run(main())
