@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tokenmill.config.engine_config import SchedulerConfig
-from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
 from tokenmill.contracts.plan import GrammarOutput, NewRequestData, SchedulerOutput
 from tokenmill.contracts.request import (
     EngineCoreOutput,
@@ -39,10 +39,19 @@ _ids = itertools.count()
 
 
 def create_kv_cache_config(
-    num_blocks: int = 1000, block_size: int = BLOCK_SIZE, num_groups: int = 1
+    num_blocks: int = 1000,
+    block_size: int = BLOCK_SIZE,
+    num_groups: int = 1,
+    windows: Sequence[int | None] | None = None,
 ) -> KVCacheConfig:
-    spec = KVCacheSpec(num_kv_heads=1, head_size=8, dtype="float32")
-    groups = tuple(KVCacheGroup((f"layer.{index}",), spec) for index in range(num_groups))
+    """`windows` has one for each group, None for one that keeps all; without it all do."""
+    kinds = {False: KVCacheKind.FULL, True: KVCacheKind.SLIDING_WINDOW}
+    groups = tuple(
+        KVCacheGroup(
+            (f"layer.{index}",), KVCacheSpec(1, 8, "float32", kinds[window is not None], window)
+        )
+        for index, window in enumerate(windows or [None] * num_groups)
+    )
     return KVCacheConfig(num_blocks=num_blocks, block_size=block_size, groups=groups)
 
 
@@ -58,6 +67,7 @@ def create_scheduler(
     num_blocks: int = 1000,
     block_size: int = BLOCK_SIZE,
     num_groups: int = 1,
+    windows: Sequence[int | None] | None = None,
     enable_prefix_caching: bool = True,
     **kwargs: object,
 ) -> Scheduler:
@@ -73,7 +83,7 @@ def create_scheduler(
     )
     return Scheduler(
         config,
-        create_kv_cache_config(num_blocks, block_size, num_groups),
+        create_kv_cache_config(num_blocks, block_size, num_groups, windows),
         vocab_size=VOCAB_SIZE,
         enable_prefix_caching=enable_prefix_caching,
         verify_prefix_hits=True,
@@ -227,8 +237,10 @@ class FakeExecutor:
     bad_tokens: dict[str, int] = field(default_factory=dict)
     """Requests whose next sample is replaced by this id."""
     rows: dict[int, Row] = field(default_factory=dict)
-    slots: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """Digest by (group, block, offset)."""
+    windows: Sequence[int | None] = (None,)
+    """Tokens that a query of each group sees, itself included."""
+    slots: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(Group, digest) by (block, offset): groups share the memory."""
     plans: list[SchedulerOutput] = field(default_factory=list)
     num_shutdowns: int = 0
     _output: ModelRunnerOutput | None = None
@@ -322,19 +334,33 @@ class FakeExecutor:
     def _write_and_read(self, row: Row, digests: list[int], start: int, is_sampled: bool) -> None:
         lookahead = self.num_drafts if is_sampled else 0
         for group, table in enumerate(row.block_ids):
-            assert 0 not in table, "the null block is never handed out"
-            assert len(table) == len(set(table))
+            seen = self._blocks_seen(row, group)
+            assert 0 not in seen, "a query sees the null block"
+            assert len(seen) == len(set(seen))
             assert len(table) * self.block_size >= len(digests)
             for position in range(start, len(digests)):
                 block = table[position // self.block_size]
-                owners = sum(block in other.block_ids[group] for other in self.rows.values())
-                assert owners == 1, f"block {block} is written while {owners} rows hold it"
-                self.slots[group, block, position % self.block_size] = digests[position]
-            for position, digest in enumerate(digests):
-                slot = (group, table[position // self.block_size], position % self.block_size)
-                assert self.slots.get(slot) == digest, f"slot {slot} holds another prefix"
+                owners = sum(
+                    block in self._blocks_seen(other, index)
+                    for other in self.rows.values()
+                    for index in range(len(row.block_ids))
+                )
+                assert owners == 1, f"block {block} is written while {owners} tables hold it"
+                self.slots[block, position % self.block_size] = group, digests[position]
+            for position in range(self._first_seen(group, start), len(digests)):
+                slot = table[position // self.block_size], position % self.block_size
+                kept = self.slots.get(slot)
+                assert kept == (group, digests[position]), f"slot {slot} holds another prefix"
             room = len(table) * self.block_size - len(digests)
             assert room >= min(lookahead, self.max_slots - len(digests))
+
+    def _first_seen(self, group: int, query: int) -> int:
+        window = self.windows[group]
+        return 0 if window is None else max(query - window + 1, 0)
+
+    def _blocks_seen(self, row: Row, group: int) -> list[int]:
+        """What the row's next query sees of its table; the device is not told what was released."""
+        return row.block_ids[group][self._first_seen(group, row.num_computed) // self.block_size :]
 
     def _add_prompt_logprobs(
         self,
@@ -450,7 +476,10 @@ def create_core(
 def create_executor(scheduler: Scheduler, **kwargs: object) -> FakeExecutor:
     """A fake device for this scheduler's pool."""
     max_slots = min(scheduler.config.max_model_len, scheduler.kv.num_usable_tokens)
-    return FakeExecutor(block_size=scheduler.kv.block_size, max_slots=max_slots, **kwargs)
+    windows = [group._group.spec.sliding_window for group in scheduler.kv._groups]
+    return FakeExecutor(
+        block_size=scheduler.kv.block_size, max_slots=max_slots, windows=windows, **kwargs
+    )
 
 
 def run_to_end(core: EngineCore, max_steps: int = 10_000) -> Collector:

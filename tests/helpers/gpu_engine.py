@@ -24,7 +24,7 @@ from tokenmill.models.loader import load_model
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
 from tokenmill.worker.batch import BatchShape
-from tokenmill.worker.bind import kv_cache_config
+from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.gpu import make_gpu_runner
 from tokenmill.worker.graphs.cuda import GraphSizes
 from tokenmill.worker.graphs.forward import DirectForward

@@ -42,10 +42,31 @@ class KVCacheGroup:
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
 
+    def blocks_needed(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+        """Most blocks that a sequence of `num_tokens` tokens holds at the same time.
+
+        A windowed group keeps what the next step's first query sees, and the step's own tokens.
+        """
+        num_blocks = -(-num_tokens // block_size)
+        window = self.spec.sliding_window
+        if self.spec.kind is not KVCacheKind.SLIDING_WINDOW or window is None:
+            return num_blocks
+        # One more, as these tokens begin and end anywhere in a block.
+        return min(num_blocks, -(-(window - 1 + max_step_tokens) // block_size) + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """The pool: `num_blocks` blocks of `block_size` tokens, in each of the groups' layers.
+    """The pool: `num_blocks` blocks of `block_size` tokens.
+
+        slot        0      1      2
+        group 0     a      e      i     layers that keep all tokens
+        group 1     b      f      j     layers with a window
+        group 2     c      g
+
+    A block belongs to one group at a time, and to all its layers. So the n-th layers of all groups
+    share the memory of `num_blocks` blocks, the n-th slot, where they keep as many bytes per token;
+    groups that keep another number have slots of their own.
 
     Block 0 is the null block: never handed out, stands for blocks that are not needed.
     """
@@ -56,11 +77,36 @@ class KVCacheConfig:
 
     @property
     def bytes_per_block(self) -> int:
-        return self.block_size * sum(
-            len(group.layer_names) * group.spec.bytes_per_token for group in self.groups
-        )
+        num_slots: dict[int, int] = {}
+        for group in self.groups:
+            size = group.spec.bytes_per_token
+            num_slots[size] = max(num_slots.get(size, 0), len(group.layer_names))
+        return self.block_size * sum(size * count for size, count in num_slots.items())
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All but the null block."""
+        return self.num_blocks - 1
 
     @property
     def num_usable_tokens(self) -> int:
-        """Tokens that fit beside the null block."""
-        return (self.num_blocks - 1) * self.block_size
+        """Tokens that fit if every group keeps them all."""
+        return self.num_usable_blocks // len(self.groups) * self.block_size
+
+    def blocks_needed(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a sequence of `num_tokens` tokens holds at the same time."""
+        return sum(
+            group.blocks_needed(num_tokens, self.block_size, max_step_tokens)
+            for group in self.groups
+        )
+
+    def longest_sequence(self, max_model_len: int, max_step_tokens: int) -> int:
+        """Tokens, at most `max_model_len`, of a sequence that has the whole pool to itself."""
+        fits, too_long = 0, max_model_len + 1
+        while fits + 1 < too_long:
+            num_tokens = (fits + too_long) // 2
+            if self.blocks_needed(num_tokens, max_step_tokens) <= self.num_usable_blocks:
+                fits = num_tokens
+            else:
+                too_long = num_tokens
+        return fits

@@ -81,6 +81,7 @@ class Scheduler:
             kv_cache_config,
             max_model_len=config.max_model_len,
             enable_prefix_caching=enable_prefix_caching,
+            max_step_tokens=config.max_num_batched_tokens + 2 * num_speculative_tokens,
             verify_hits=verify_prefix_hits,
         )
         self._vocab_size = vocab_size

@@ -66,16 +66,12 @@ class Attention(nn.Module):
         )
 
     def kv_cache_spec(self, dtype: str) -> KVCacheSpec:
-        """What this layer keeps per token.
-
-        A windowed layer keeps all tokens, too: that is right for every window, and one block
-        table serves all layers.
-        """
+        """What this layer keeps per token."""
         return KVCacheSpec(
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             dtype=dtype,
-            kind=KVCacheKind.FULL,
+            kind=KVCacheKind.SLIDING_WINDOW if self.sliding_window else KVCacheKind.FULL,
             sliding_window=self.sliding_window,
         )
 

@@ -11,24 +11,12 @@ import torch
 from tokenmill.attention.backend import AttentionSpec, CacheLimits
 from tokenmill.attention.selection import select_backend
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
+from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.models.base import CausalLM
 from tokenmill.worker.kv_memory import empty_kv_cache
 from tokenmill.worker.model_runner import AttentionGroup
 
 logger = logging.getLogger(__name__)
-
-
-def kv_cache_config(config: EngineConfig, model: CausalLM) -> KVCacheConfig:
-    """The pool of a model: layers that keep the same of each sequence form a group."""
-    by_spec: defaultdict[KVCacheSpec, list[str]] = defaultdict(list)
-    for name, layer in model.attention_layers().items():
-        by_spec[_kept(layer.kv_cache_spec(config.cache.dtype))].append(name)
-    return KVCacheConfig(
-        num_blocks=config.cache.num_blocks,
-        block_size=config.cache.block_size,
-        groups=tuple(KVCacheGroup(tuple(names), spec) for spec, names in by_spec.items()),
-    )
 
 
 def bind_attention(
@@ -46,6 +34,7 @@ def bind_attention(
     dtype = getattr(torch, config.cache.dtype)
     kv_dtype = None if config.cache.dtype == config.model.dtype else config.cache.dtype
     groups = []
+    slots: dict[tuple[int, int], torch.Tensor] = {}
     for index, kv_group in enumerate(cache.groups):
         by_spec: defaultdict[AttentionSpec, list[str]] = defaultdict(list)
         for name in kv_group.layer_names:
@@ -61,9 +50,10 @@ def bind_attention(
                 cache.num_blocks, cache.block_size, spec.num_kv_heads, spec.head_size, kv_dtype
             )
             for name in names:
-                # Not zeroed: attention reads no slot that was not written.
-                kv_cache = empty_kv_cache(shape, dtype, device)
-                layers[name].bind(backend.make_impl(spec), kv_cache)
+                slot = kv_group.spec.bytes_per_token, kv_group.layer_names.index(name)
+                if slot not in slots:
+                    slots[slot] = empty_kv_cache(shape, dtype, device)
+                layers[name].bind(backend.make_impl(spec), slots[slot].view(shape))
             builder = backend.make_metadata_builder(spec, _limits(config, cache))
             groups.append(AttentionGroup(index, tuple(names), builder, backend.supports_graphs))
     return groups
@@ -77,10 +67,3 @@ def _limits(config: EngineConfig, cache: KVCacheConfig) -> CacheLimits:
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_model_len=scheduler.max_model_len,
     )
-
-
-def _kept(spec: KVCacheSpec) -> KVCacheSpec:
-    """A layer that keeps every token keeps the same with or without a window."""
-    if spec.kind is KVCacheKind.FULL:
-        return dataclasses.replace(spec, sliding_window=None)
-    return spec

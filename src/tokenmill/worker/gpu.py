@@ -25,11 +25,12 @@ from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 from tokenmill.sampling.gpu import GpuSampler
 from tokenmill.sampling.logprobs import LogprobsMode
-from tokenmill.worker.bind import bind_attention, kv_cache_config
+from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.graphs.cuda import CudaGraphRecorder, GraphSizes
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.inputs.device import DeviceInputs
 from tokenmill.worker.inputs.staging import Results, Staging
+from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.model_runner import ModelRunner, RunnerLimits, num_kv_groups
 from tokenmill.worker.results import finish_later
 from tokenmill.worker.row_params import build_row_params

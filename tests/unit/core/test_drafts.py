@@ -56,6 +56,6 @@ def test_the_fake_device_notices_a_block_with_another_prefix():
     core, executor = create_core(next_token=endless)
     core.add_request(create_request(9, max_tokens=6))
     core.step()
-    executor.slots[0, 1, 2] += 1
+    executor.slots[1, 2] = 0, 1
     with pytest.raises(AssertionError, match="holds another prefix"):
         core.step()

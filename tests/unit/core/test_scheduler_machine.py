@@ -40,12 +40,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 5]),
         policy=st.sampled_from(["fcfs", "priority"]),
         caching=st.sampled_from([True, True, False]),
-        num_groups=st.sampled_from([1, 1, 2]),
+        windows=st.sampled_from([[None], [None], [None, None], [6], [None, 5], [9, None, 1]]),
     )
-    def build(self, num_blocks, budget, threshold, policy, caching, num_groups):
+    def build(self, num_blocks, budget, threshold, policy, caching, windows):
         self.scheduler = create_scheduler(
-            num_blocks=1 + (num_blocks - 1) * num_groups,
-            num_groups=num_groups,
+            num_blocks=1 + (num_blocks - 1) * len(windows),
+            windows=windows,
             max_num_seqs=4,
             max_model_len=40,
             max_num_batched_tokens=budget,
@@ -216,18 +216,19 @@ del _case  # or it would be collected as a test
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("max_depth", [1, 2])
 @pytest.mark.parametrize("num_requests", [64, 600])
-def test_b074_b083_a_crowd_in_a_tiny_pool(num_requests, max_depth, num_drafts):
-    """Shared prefixes, aborts in every state, failures, many preemptions: 2,656 requests in all."""
+@pytest.mark.parametrize("windows", [[None], [7, None, 4]])
+def test_b074_b083_a_crowd_in_a_tiny_pool(num_requests, max_depth, num_drafts, windows):
+    """Shared prefixes, aborts in every state, failures, many preemptions: 5,312 requests in all."""
     rnd = random.Random(num_requests)
     machine = SchedulerMachine()
     machine.max_depth, machine.num_drafts = max_depth, num_drafts
     machine.build(
-        num_blocks=10,
+        num_blocks=10 if windows == [None] else 8,
         budget=16,
         threshold=0,
         policy=rnd.choice(["fcfs", "priority"]),
         caching=True,
-        num_groups=1,
+        windows=windows,
     )
     for _ in range(num_requests):
         machine.arrive(
@@ -257,5 +258,5 @@ def test_b074_b083_a_crowd_in_a_tiny_pool(num_requests, max_depth, num_drafts):
     machine.teardown()
     stats = machine.scheduler.make_stats()
     assert stats.num_preemptions > num_requests // 12
-    assert stats.prefix_cache_hits > num_requests // 2
+    assert stats.prefix_cache_hits > num_requests // (2 if windows == [None] else 4)
     assert len(machine.collector.requests) > num_requests // 2

@@ -226,11 +226,14 @@ class BlockPool:
         self._build()
 
     def audit(self, tables: Iterable[Iterable[KVCacheBlock]]) -> list[str]:
-        """Everything that is wrong, in words, given all block tables. Takes O(blocks)."""
+        """Everything that is wrong, in words, given all block tables. Takes O(blocks).
+
+        The null block may be in any table, and counts none.
+        """
         held = [0] * self.num_blocks
         for table in tables:
             for block in table:
-                held[block.block_id] += 1
+                held[block.block_id] += block is not self.null_block
         free = self.free_block_ids()
         cached = list(self._cached)
         problems = [

@@ -1,10 +1,14 @@
-"""Block tables of one KV cache group: layers that keep the same of every sequence."""
+"""Block tables of the KV cache groups: layers that keep the same of every sequence.
+
+full attention     [ 4 ][ 7 ][ 2 ][ 9 ][ 5 ]     all blocks, append-only
+sliding window     [ 0 ][ 0 ][ 0 ][ 3 ][ 8 ]     the null block where the window has passed
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheKind
+from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind
 from tokenmill.core.kv.block_pool import BlockPool, KVCacheBlock, block_key
 from tokenmill.core.kv.verify import HitVerifier
 from tokenmill.core.request import Request
@@ -12,27 +16,48 @@ from tokenmill.errors import ConfigError
 
 
 class FullAttentionGroup:
-    """Keeps every token of a sequence; a table is append-only.
+    """Keeps every token of a sequence.
 
     A layer with a sliding window is served as well: it reads less than is kept.
     """
 
-    def __init__(self, index: int, block_size: int, pool: BlockPool, verifier: HitVerifier) -> None:
+    def __init__(
+        self,
+        index: int,
+        group: KVCacheGroup,
+        *,
+        block_size: int,
+        max_step_tokens: int,
+        pool: BlockPool,
+        verifier: HitVerifier,
+    ) -> None:
         self._index = index
+        self._group = group
         self._block_size = block_size
+        self._max_step_tokens = max_step_tokens
         self._pool = pool
         self._verifier = verifier
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._num_cached: dict[str, int] = {}
+        self._num_passed: dict[str, int] = {}
+        """Null blocks at the beginning of tables."""
 
     @property
     def tables(self) -> Iterable[list[KVCacheBlock]]:
         return self._tables.values()
 
     def table_length(self, request_id: str) -> int:
-        """Blocks that the request holds."""
+        """Blocks of the request's sequence so far, null blocks among them."""
         table = self._tables.get(request_id)
         return 0 if table is None else len(table)
+
+    def num_held(self, request_id: str) -> int:
+        """Blocks that the request holds."""
+        return self.table_length(request_id) - self._num_passed.get(request_id, 0)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of so many tokens holds at the same time."""
+        return self._group.blocks_needed(num_tokens, self._block_size, self._max_step_tokens)
 
     def block_ids(self, request_id: str) -> list[int]:
         """The request's block table."""
@@ -41,18 +66,18 @@ class FullAttentionGroup:
     def find_longest_hit(self, request: Request, max_blocks: int) -> list[KVCacheBlock]:
         """Cached blocks for the beginning of the request's tokens, at most `max_blocks`."""
         hits: list[KVCacheBlock] = []
-        for position, block_hash in enumerate(request.block_hashes[:max_blocks]):
-            block = self._pool.get_cached_block(block_key(block_hash, self._index))
+        for position in range(min(max_blocks, len(request.block_hashes))):
+            block = self._find(request, position)
             if block is None:
                 break
-            self._verifier.verify(block, request, position)
             hits.append(block)
         return hits
 
     def append_hits(self, request_id: str, hits: list[KVCacheBlock]) -> None:
         """Begin the request's table with cached blocks."""
-        self._pool.touch(hits)
+        self._pool.touch(self._real(hits))
         self._tables[request_id] = list(hits)
+        self._num_passed[request_id] = hits.count(self._pool.null_block)
         self._num_cached[request_id] = len(hits)
 
     def append_new(self, request_id: str, count: int) -> list[int]:
@@ -61,15 +86,20 @@ class FullAttentionGroup:
         self._tables.setdefault(request_id, []).extend(blocks)
         return [block.block_id for block in blocks]
 
+    def release_passed(self, request_id: str, next_token: int) -> None:
+        """Release what no query from the sequence's token `next_token` on will see."""
+
     def cache_blocks(self, request: Request, num_blocks: int) -> None:
         """Make the first `num_blocks` of the request's blocks findable, if they are not yet."""
         start = self._num_cached.get(request.request_id, 0)
         if num_blocks <= start:
             return
-        blocks = self._tables[request.request_id][start:num_blocks]
-        for position, block in enumerate(blocks, start):
-            self._verifier.remember(block, request, position)
-        self._pool.cache_full_blocks(blocks, request.block_hashes[start:num_blocks], self._index)
+        table = self._tables[request.request_id]
+        held = [at for at in range(start, num_blocks) if table[at] is not self._pool.null_block]
+        for position in held:
+            self._verifier.remember(table[position], request, position)
+        hashes = [request.block_hashes[position] for position in held]
+        self._pool.cache_full_blocks([table[position] for position in held], hashes, self._index)
         self._num_cached[request.request_id] = num_blocks
 
     def forget(self, request_id: str) -> None:
@@ -79,20 +109,84 @@ class FullAttentionGroup:
     def free(self, request_id: str) -> None:
         """Release whatever the request holds, from the last block to the first; may be repeated."""
         self._num_cached.pop(request_id, None)
-        self._pool.free_blocks(reversed(self._tables.pop(request_id, [])))
+        self._num_passed.pop(request_id, None)
+        self._release(self._tables.pop(request_id, []))
+
+    def _release(self, blocks: list[KVCacheBlock]) -> None:
+        self._pool.free_blocks(self._real(reversed(blocks)))
+
+    def _real(self, blocks: Iterable[KVCacheBlock]) -> Iterator[KVCacheBlock]:
+        return (block for block in blocks if block is not self._pool.null_block)
+
+    def _find(self, request: Request, position: int) -> KVCacheBlock | None:
+        block = self._pool.get_cached_block(block_key(request.block_hashes[position], self._index))
+        if block is not None:
+            self._verifier.verify(block, request, position)
+        return block
+
+
+class SlidingWindowGroup(FullAttentionGroup):
+    """Keeps the tokens in the window of the next query; the null block stands for the others."""
+
+    @property
+    def _num_seen_before(self) -> int:
+        """Tokens before a query that it sees."""
+        assert self._group.spec.sliding_window is not None
+        return self._group.spec.sliding_window - 1
+
+    def find_longest_hit(self, request: Request, max_blocks: int) -> list[KVCacheBlock]:
+        """Cached blocks that the window behind the longest hit needs, null blocks before them.
+
+        Searched from the end: a gap ends every hit that is longer.
+        """
+        num_needed = -(-self._num_seen_before // self._block_size)
+        end = min(max_blocks, len(request.block_hashes))
+        found: list[KVCacheBlock] = []
+        for position in range(end - 1, -1, -1):
+            if len(found) == num_needed:
+                break
+            block = self._find(request, position)
+            if block is None:
+                end, found = position, []
+            else:
+                found.append(block)
+        return [self._pool.null_block] * (end - len(found)) + found[::-1]
+
+    def release_passed(self, request_id: str, next_token: int) -> None:
+        num_passed = max(next_token - self._num_seen_before, 0) // self._block_size
+        before = self._num_passed.get(request_id, 0)
+        if num_passed <= before or request_id not in self._tables:
+            return
+        table = self._tables[request_id]
+        self._release(table[before:num_passed])
+        table[before:num_passed] = [self._pool.null_block] * (num_passed - before)
+        self._num_passed[request_id] = num_passed
+
+
+_GROUPS = {
+    KVCacheKind.FULL: FullAttentionGroup,
+    KVCacheKind.SLIDING_WINDOW: SlidingWindowGroup,
+}
 
 
 def build_groups(
-    config: KVCacheConfig, pool: BlockPool, verifier: HitVerifier
+    config: KVCacheConfig, pool: BlockPool, verifier: HitVerifier, max_step_tokens: int
 ) -> tuple[FullAttentionGroup, ...]:
     """One set of block tables per group; raises `ConfigError` for kinds that have no tables."""
     for group in config.groups:
-        if group.spec.kind not in (KVCacheKind.FULL, KVCacheKind.SLIDING_WINDOW):
+        if group.spec.kind not in _GROUPS:
             raise ConfigError(
                 f"KV cache group of {group.layer_names[0]}: kind {group.spec.kind.value!r} is not"
                 " served; full and sliding_window are."
             )
     return tuple(
-        FullAttentionGroup(index, config.block_size, pool, verifier)
-        for index in range(len(config.groups))
+        _GROUPS[group.spec.kind](
+            index,
+            group,
+            block_size=config.block_size,
+            max_step_tokens=max_step_tokens,
+            pool=pool,
+            verifier=verifier,
+        )
+        for index, group in enumerate(config.groups)
     )

@@ -34,7 +34,9 @@ class ComputedBlocks:
 
     def count_free(self) -> int:
         """Hits that no table holds: taking them shortens the free list."""
-        return sum(block.ref_count == 0 for hits in self.blocks for block in hits)
+        return sum(
+            block.ref_count == 0 and block.block_id != 0 for hits in self.blocks for block in hits
+        )
 
 
 NO_COMPUTED_BLOCKS = ComputedBlocks()
@@ -64,20 +66,25 @@ class KVCacheManager:
         *,
         max_model_len: int,
         enable_prefix_caching: bool,
+        max_step_tokens: int | None = None,
         verify_hits: bool = False,
     ) -> None:
+        """A step computes at most `max_step_tokens` tokens of a request, lookahead slots before
+        and behind them included; any number of them unless it is told.
+        """
+        if max_step_tokens is None:
+            max_step_tokens = max_model_len
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         verifier: HitVerifier = CompareTokens(self.block_size) if verify_hits else TrustHashes()
-        self._groups = build_groups(config, self.pool, verifier)
+        self._groups = build_groups(config, self.pool, verifier, max_step_tokens)
         self._no_new_blocks: BlockIds = tuple([] for _ in self._groups)
         self._enable_prefix_caching = enable_prefix_caching
         self._hasher: BlockHasher = (
             ChainedBlockHasher(self.block_size) if enable_prefix_caching else NoBlockHasher()
         )
-        self.num_usable_tokens = self.pool.num_usable_blocks // len(self._groups) * self.block_size
-        """Tokens of one sequence that the whole pool can hold."""
-        self._max_slots = min(max_model_len, self.num_usable_tokens)
+        self.num_usable_tokens = config.longest_sequence(max_model_len, max_step_tokens)
+        """Tokens of one sequence that fit the context and, alone, the pool."""
         self.prefix_cache_stats = PrefixCacheStats()
 
     @property
@@ -90,18 +97,30 @@ class KVCacheManager:
 
         At least the last token is left to be computed, since its logits are needed. A request
         that is owed prompt log-probabilities reads nothing: it needs the logits of all its prompt.
+        Nor does one that asked not to.
         """
-        if not self._enable_prefix_caching or request.pending_prompt_logprobs is not None:
+        is_owed = request.pending_prompt_logprobs is not None
+        if not self._enable_prefix_caching or is_owed or not request.reads_prefix_cache:
             return NO_COMPUTED_BLOCKS
         self._hasher.extend(request)
         max_blocks = (request.num_tokens - 1) // self.block_size
-        hits = [group.find_longest_hit(request, max_blocks) for group in self._groups]
-        num_blocks = min(len(blocks) for blocks in hits)
+        blocks = self._find_longest_hit(request, max_blocks)
         return ComputedBlocks(
-            blocks=tuple(blocks[:num_blocks] for blocks in hits),
-            num_tokens=num_blocks * self.block_size,
+            blocks=blocks,
+            num_tokens=len(blocks[0]) * self.block_size,
             num_queried_tokens=request.num_tokens,
         )
+
+    def _find_longest_hit(
+        self, request: Request, max_blocks: int
+    ) -> tuple[list[KVCacheBlock], ...]:
+        """What all groups have; a shorter hit of one is looked up again in the others."""
+        while True:
+            hits = tuple(group.find_longest_hit(request, max_blocks) for group in self._groups)
+            shortest = min(map(len, hits))
+            if shortest == max(map(len, hits)):
+                return hits
+            max_blocks = shortest
 
     def allocate_slots(
         self,
@@ -122,19 +141,21 @@ class KVCacheManager:
         a sequence of so many tokens must fit, though blocks are taken for the new ones only.
 
         Returns the blocks appended to the table, hits not among them, one list per group (shared
-        and empty if there are none); or None, with nothing changed, if too few blocks are free.
+        and empty if there are none); or None, with nothing taken, if too few blocks are free.
+        Blocks that windows have passed are released first; lookahead slots may be taken back.
         """
         request_id = request.request_id
         num_computed_tokens = request.num_computed_tokens + computed.num_tokens
         num_slots = num_computed_tokens + num_new_tokens + num_lookahead_tokens
-        # Every group keeps whole sequences, so a request's tables are equally long.
-        num_held = self._groups[0].table_length(request_id) + computed.num_blocks
-        num_missing = self._num_blocks(num_slots) - num_held
+        # Null blocks count, so a request's tables are equally long in all groups.
+        table_length = self._groups[0].table_length(request_id) + computed.num_blocks
+        num_missing = self._num_blocks(num_slots) - table_length
         if num_missing <= 0:  # never with hits: at least the last token is beyond them
             return self._no_new_blocks
-        num_must_be_free = max(num_missing, self._num_blocks(num_must_fit) - num_held)
-        num_free = self.pool.num_free_blocks - computed.count_free()
-        if num_must_be_free * len(self._groups) > num_free:
+        for group in self._groups:
+            group.release_passed(request_id, num_computed_tokens - num_lookahead_tokens)
+        num_must_be_free = self._num_must_be_free(request_id, num_missing, num_must_fit, computed)
+        if num_must_be_free > self.pool.num_free_blocks - computed.count_free():
             return None
         for group, hits in zip(self._groups, computed.blocks, strict=False):
             group.append_hits(request_id, hits)
@@ -182,5 +203,19 @@ class KVCacheManager:
         logger.error("KV blocks leaked, rebuilding the pool: %s", "; ".join(self.audit()))
         self.pool.rebuild()
 
+    def _num_must_be_free(
+        self, request_id: str, num_missing: int, num_must_fit: int, computed: ComputedBlocks
+    ) -> int:
+        """For the missing blocks, and for all that the sequence will hold."""
+        num_must_fit = min(num_must_fit, self.num_usable_tokens)
+        count = 0
+        for index, group in enumerate(self._groups):
+            num_held = group.num_held(request_id)
+            if computed.blocks:
+                num_held += sum(block.block_id != 0 for block in computed.blocks[index])
+            count += max(num_missing, group.blocks_needed(num_must_fit) - num_held)
+        return count
+
     def _num_blocks(self, num_slots: int) -> int:
-        return -(-min(num_slots, self._max_slots) // self.block_size)
+        """Length of a table with so many slots."""
+        return -(-min(num_slots, self.num_usable_tokens) // self.block_size)
