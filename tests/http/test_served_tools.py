@@ -104,9 +104,10 @@ def test_b059_a_schema_that_cannot_be_enforced_harms_nobody(client):
         {"properties": {"a": {"$ref": "#/x"}}},
     ):
         tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-        with pytest.raises(openai.BadRequestError) as caught:
-            ask(client, 1, tools=tools, tool_choice="required")
-        assert caught.value.param.startswith("tools")
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                ask(client, 1, tools=tools, tool_choice="required", stream=stream)
+            assert caught.value.param.startswith("tools")
     assert ask(client, 1, tool_choice="none", max_tokens=8).choices[0].message.content
 
 

@@ -438,6 +438,22 @@ def test_calls_that_are_required_are_all_that_the_grammar_allows(server):
     assert "opening" in grammar_of(server)
 
 
+def test_b055_either_a_call_or_a_document(server):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    for stream in (False, True):
+        (choice,), _ = ask(server, "{}", stream=stream, tools=TOOLS, response_format=form)
+        assert choice.message == {"content": "{}", "calls": []}
+        assert "<tool_call>" in grammar_of(server)
+        (choice,), _ = ask(server, ONE, stream=stream, tools=TOOLS, response_format=form)
+        assert calls_of(choice) == [("get_weather", PARIS)]
+    for fields in ({"structured_outputs": {"regex": "a+"}}, {"guided_choice": ["a", "b"]}):
+        reply = server.chat(tools=TOOLS, **fields)
+        assert (reply.status, reply.error["param"]) == (400, "tools")
+        assert server.chat(tools=TOOLS, tool_choice="none", **fields).status == 200
+    ask(server, ONE, stream=False, tools=TOOLS, response_format=form, tool_choice="required")
+    assert "<tool_call>" in grammar_of(server)
+
+
 @BOTH
 def test_a_model_whose_calls_nobody_knows_can_be_forced(stream):
     with serving("{{ messages[0].content }}") as server:

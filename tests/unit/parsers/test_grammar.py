@@ -16,6 +16,7 @@ from helpers.answers import Message
 from helpers.tiny_text import tiny_tokenizer
 from tokenmill.entrypoints.parsers.answer import AnswerParser
 from tokenmill.entrypoints.parsers.grammar import (
+    MISTRAL_ARGS,
     STYLES,
     calls_or_json,
     forced_calls,
@@ -56,6 +57,7 @@ def tokenizer(special):
 
 
 def marks_of(name):
+    name = parser_of(name)
     return FORCED_FORMAT.marks if name == FORCED else TOOL_FORMATS[name].marks
 
 
@@ -98,7 +100,12 @@ def random_text(grammar, seed, special=(), longest=2_000):
     return backend.decode(ids, skip_special_tokens=False)
 
 
+def parser_of(style):
+    return "mistral" if style == MISTRAL_ARGS else style
+
+
 def parse(name, text, tools=TOOLS):
+    name = parser_of(name)
     parser = AnswerParser(
         tools=FORCED_FORMAT if name == FORCED else TOOL_FORMATS[name],
         schemas={tool.name: tool.parameters for tool in tools},
@@ -140,6 +147,7 @@ CALLS = {
     "json": '[{"name": "{}", "parameters": {}}]',
     "llama3_json": '{"name": "{}", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "{}", "arguments": {}}]',
+    MISTRAL_ARGS: "[TOOL_CALLS]{}[ARGS]{}",
 }
 CODER = Tool(
     "write",

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.chat_templates import CHATML
 from helpers.tiny_text import CHATML as PLAIN
-from tokenmill.entrypoints.parsers.grammar import STYLES
+from tokenmill.entrypoints.parsers.grammar import MISTRAL_ARGS, STYLES, style_of
 from tokenmill.entrypoints.parsers.registry import (
     FORCED,
     TOOL_FORMATS,
@@ -26,7 +26,7 @@ HERMES = (
     [
         (HERMES, "hermes"),
         (
-            """{{ '{"name": "' + name + '", "parameters": ' }}{{ '<|python_tag|>' }}""",
+            """{{ 'Environment: ipython' }}{{ '{"name": "' + name + '", "parameters": ' }}""",
             "llama3_json",
         ),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
@@ -49,7 +49,13 @@ def test_recognised_by_what_nothing_else_has(template, name):
 
 
 def test_every_family_has_a_grammar():
-    assert set(STYLES) == {*TOOL_FORMATS, FORCED}
+    assert set(STYLES) == {*TOOL_FORMATS, FORCED, MISTRAL_ARGS}
+
+
+def test_mistral_s_later_vocabularies_have_another_form():
+    assert style_of("mistral", lambda text: None) == "mistral"
+    assert style_of("mistral", lambda text: 7 if text == "[ARGS]" else None) == MISTRAL_ARGS
+    assert style_of("hermes", lambda text: 7) == "hermes"
 
 
 def test_a_wrong_name_is_refused_with_the_nearest_one():

@@ -26,7 +26,6 @@ from tokenmill.entrypoints.cli.session import (
     run_requests,
     stdin_is_text,
 )
-from tokenmill.entrypoints.cli.shown_answer import ShownAnswer, params_for
 from tokenmill.errors import (
     ContextLengthExceededError,
     GenerationError,
@@ -38,6 +37,7 @@ from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tokenmill.entrypoints.cli.shown_answer import ShownAnswer
     from tokenmill.entrypoints.llm import LLM
 
 COMMANDS = {
@@ -87,13 +87,15 @@ def chat(
     build_llm: Annotated[BuildLLM, NOT_A_FLAG],
 ) -> int:
     """Talk with a model, or ask it one question."""
+    from tokenmill.entrypoints.cli.shown_answer import with_marks
+
     given = given_params(sampling)
     console = open_console()
     with open_llm(engine, build_llm, console, quiet=quiet) as llm:
         params = llm.get_default_sampling_params().replace(
             **given, output_kind=RequestOutputKind.DELTA
         )
-        params = params_for(llm, params)
+        params = with_marks(llm, params)
         conversation = Conversation(llm, params, console, system=system, quiet=quiet)
         if question is not None:
             conversation.ask(question)
@@ -132,6 +134,8 @@ class Conversation:
         """
         asked = [*self.messages, {"role": "user", "content": question}]
         prompt: Any = self._llm.chat_prompt(asked)
+        from tokenmill.entrypoints.cli.shown_answer import ShownAnswer
+
         answer = ShownAnswer(self._llm, prompt, None if self._quiet else self._console)
         tally = Tally()
         try:

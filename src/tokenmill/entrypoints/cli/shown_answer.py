@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenmill.sampling_params import SamplingParams
 
 
-def params_for(llm: LLM, params: SamplingParams) -> SamplingParams:
+def with_marks(llm: LLM, params: SamplingParams) -> SamplingParams:
     """The parameters with which the marks of reasoning are in the text, whatever they are."""
     name, tokenizer = llm.reasoning_parser, llm.llm_engine.tokenizer
     if name is None or tokenizer is None:

@@ -13,7 +13,12 @@ from tokenmill.entrypoints.http.response_format import Form
 from tokenmill.entrypoints.http.state import ServerState
 from tokenmill.entrypoints.parsers.answer import AnswerParser
 from tokenmill.entrypoints.parsers.events import Event, ReasoningPiece
-from tokenmill.entrypoints.parsers.grammar import calls_or_json, forced_calls, lazy_calls
+from tokenmill.entrypoints.parsers.grammar import (
+    calls_or_json,
+    forced_calls,
+    lazy_calls,
+    style_of,
+)
 from tokenmill.entrypoints.parsers.grammar_writer import Tool
 from tokenmill.entrypoints.parsers.reasoning import open_after_text
 from tokenmill.entrypoints.parsers.registry import (
@@ -156,7 +161,8 @@ class AnswerPlan:
             )
         if settings.tool_parser is None:
             return FORCED, FORCED_FORMAT
-        return settings.tool_parser, TOOL_FORMATS[settings.tool_parser]
+        style = style_of(settings.tool_parser, self._state.tokenizer.token_to_id)
+        return style, TOOL_FORMATS[settings.tool_parser]
 
     def _grammar(self, response_schema: Mapping[str, Any] | None) -> str | None:
         if self._format is None:

@@ -68,6 +68,10 @@ def _harmony(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
     ]
 
 
+def _mistral_args(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
+    return [Mark("[TOOL_CALLS]"), tool.name, Mark("[ARGS]"), Schema(schema, tool.place)]
+
+
 def _pythonic(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
     return [f"{tool.name}(", Keywords(tool, schema), ")"]
 
@@ -78,6 +82,8 @@ def _xml(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
 
 
 _DEEPSEEK_MARKS = ((Mark(deepseek.CALLS_BEGIN),), (Mark(deepseek.CALLS_END),))
+MISTRAL_ARGS = "mistral_args"
+"""How those of Mistral's models write calls whose vocabulary has a token for it."""
 STYLES: dict[str, CallStyle] = {
     "deepseek_v3": CallStyle(
         _deepseek_v3, _DEEPSEEK_MARKS[0], ("\n",), _DEEPSEEK_MARKS[1], deepseek.CALLS_BEGIN
@@ -104,6 +110,7 @@ STYLES: dict[str, CallStyle] = {
     "mistral": CallStyle(
         _object("arguments"), (Mark("[TOOL_CALLS]"), "["), (", ",), ("]",), "[TOOL_CALLS]"
     ),
+    MISTRAL_ARGS: CallStyle(_mistral_args, trigger="[TOOL_CALLS]"),
     "openai": CallStyle(_harmony),
     "phi4_mini_json": CallStyle(
         _object("arguments"), (Mark("functools"), "["), (", ",), ("]",), "functools"
@@ -113,6 +120,11 @@ STYLES: dict[str, CallStyle] = {
     "qwen3_xml": CallStyle(_xml, between=("\n",), trigger="<tool_call>"),
 }
 """By the names of parsers; `json` is for models that have none."""
+
+
+def style_of(parser: str, token_id: SpecialId) -> str:
+    """The style of a parser's family. `token_id` gives the id of any token."""
+    return MISTRAL_ARGS if parser == "mistral" and token_id("[ARGS]") is not None else parser
 
 
 def forced_calls(

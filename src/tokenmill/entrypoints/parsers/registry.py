@@ -122,7 +122,7 @@ _RECOGNISED: dict[str, tuple[str, ...]] = {
     "deepseek_v31": (deepseek.CALL_BEGIN,),
     "mistral": ("[TOOL_CALLS]",),
     "llama4_pythonic": ("<|python_start|>",),
-    "llama3_json": ("<|python_tag|>", '"parameters"'),
+    "llama3_json": ("ipython", '"parameters"'),
     "granite": ("<|tool_call|>",),
     "qwen3_coder": ("<tool_call>", xml_calls.FUNCTION_BEGIN, xml_calls.PARAMETER_BEGIN),
     "hermes": ("<tool_call>", '"name"', '"arguments"'),
