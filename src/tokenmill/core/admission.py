@@ -88,3 +88,8 @@ class OutputSettled:
 
 def _num_tokens(request: EngineCoreRequest) -> int:
     return len(request.prompt_token_ids) + len(request.initial_output_ids)
+
+
+def acceptance_rules(max_model_len: int, num_usable_tokens: int) -> tuple[AcceptanceRule, ...]:
+    """What every request is asked when it comes, for this context and this pool (tokens)."""
+    return HasTokensToGenerate(), FitsContext(max_model_len), FitsPool(num_usable_tokens)

@@ -25,14 +25,7 @@ from tokenmill.contracts.request import (
 )
 from tokenmill.contracts.result import ModelRunnerOutput
 from tokenmill.contracts.seams import GrammarManager, NoGrammars
-from tokenmill.core.admission import (
-    AcceptanceRule,
-    FitsContext,
-    FitsPool,
-    HasTokensToGenerate,
-    OutputSettled,
-    ReadinessRule,
-)
+from tokenmill.core.admission import OutputSettled, ReadinessRule, acceptance_rules
 from tokenmill.core.deadlines import Deadlines
 from tokenmill.core.grammar import GrammarReady, cut_drafts, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
@@ -91,11 +84,7 @@ class Scheduler:
         # The last token of a sequence needs no slot: it is never computed.
         self._max_total_tokens = min(config.max_model_len, self.kv.num_usable_tokens + 1)
 
-        self._acceptance_rules: tuple[AcceptanceRule, ...] = (
-            HasTokensToGenerate(),
-            FitsContext(config.max_model_len),
-            FitsPool(self.kv.num_usable_tokens),
-        )
+        self._acceptance_rules = acceptance_rules(config.max_model_len, self.kv.num_usable_tokens)
         self._grammars = grammars or NoGrammars()
         self._readiness_rules: tuple[ReadinessRule, ...] = (
             OutputSettled(),
