@@ -15,16 +15,25 @@ PROMPTS = [f"The quick brown fox jumps over {number} lazy dogs. " for number in 
 
 
 def params(number: int) -> SamplingParams:
-    """Greedy and sampled, with and without log-probabilities, stop strings and a minimum."""
+    """Greedy and sampled, with and without log-probabilities, stop strings, a minimum, and what
+    looks at the tokens so far.
+    """
     return SamplingParams(
         temperature=0.0 if number % 4 == 0 else 1.0,
         seed=number if number % 4 == 1 else None,
         max_tokens=90 + number,
-        logprobs=2 if number % 3 == 0 else None,
+        logprobs=2 if number % 3 == 0 and number % 8 != 7 else None,
         prompt_logprobs=1 if number % 5 == 0 else None,
         ignore_eos=number % 2 == 0,
         min_tokens=60 if number % 2 else 0,
         stop=[" the", "é"] if number % 6 == 5 else None,
+        repetition_penalty=1.3 if number % 3 == 1 else 1.0,
+        frequency_penalty=0.4 if number % 4 == 2 else 0.0,
+        presence_penalty=0.5 if number % 4 == 3 else 0.0,
+        logit_bias={5: 3.0, 9: 2.0} if number % 5 == 2 else None,
+        bad_words=["fox", "a"] if number % 5 == 3 else None,
+        logprob_token_ids=[5, 9] if number % 8 == 7 else None,
+        repetition_detection={"max_pattern_size": 4, "min_count": 5} if number % 7 == 1 else None,
     )
 
 
