@@ -206,6 +206,30 @@ def test_repetitions_end_a_request() -> None:
         assert len(output.outputs[0].token_ids) == 20
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_reasoning_ends_when_its_budget_is_spent(ahead: bool) -> None:
+    """The marks are several tokens of this model; one prompt opens the reasoning, one does not."""
+    with engine(reasoning_parser="qwen3", async_scheduling=ahead) as llm:
+        tokenizer = llm.llm_engine.tokenizer
+        assert tokenizer is not None
+        start, end = (
+            tokenizer.encode(mark, add_special_tokens=False) for mark in ("<think>", "</think>")
+        )
+        assert len(end) > 1
+        params = SamplingParams(temperature=1, seed=2, max_tokens=30, ignore_eos=True)
+        opened = {"prompt_token_ids": [5, 9, *start]}
+        for budget in (0, 1, 7):
+            asked = params.replace(thinking_token_budget=budget)
+            outputs = llm.generate([opened, {"prompt_token_ids": [5, 9]}], asked)
+            tokens = outputs[0].outputs[0].token_ids
+            assert tokens[budget : budget + len(end)] == end
+            plain = llm.generate([opened, {"prompt_token_ids": [5, 9]}], params)
+            assert tokens[:budget] == plain[0].outputs[0].token_ids[:budget]
+            assert bits(outputs[1:]) == bits(plain[1:])
+    with engine() as llm, pytest.raises(InvalidRequestError, match="reasoning_parser"):
+        llm.generate("x", SamplingParams(thinking_token_budget=3))
+
+
 def test_logprobs_of_ids_that_were_named() -> None:
     named = [9, 300, 5]
     with engine(max_logprobs=-1) as llm:

@@ -1,0 +1,27 @@
+"""Logits processors that another process can find by name."""
+
+from __future__ import annotations
+
+from tokenmill import LogitsProcessor
+
+
+class Only(LogitsProcessor):
+    """`extra_args={"only": 7}` leaves one token."""
+
+    @classmethod
+    def validate_params(cls, params):
+        only = (params.extra_args or {}).get("only", 0)
+        if not isinstance(only, int):
+            raise ValueError(f"only={only!r} must be a token id.")
+
+    def for_request(self, params):
+        only = (params.extra_args or {}).get("only")
+        if only is None:
+            return None
+
+        def edit(prompt_ids, output_ids, logits):
+            kept = logits[only].clone()
+            logits.fill_(-float("inf"))
+            logits[only] = kept
+
+        return edit
