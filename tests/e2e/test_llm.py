@@ -435,12 +435,13 @@ def test_ids_only_mode() -> None:
 
 
 def test_b032_b033_the_models_defaults(caplog: pytest.LogCaptureFixture) -> None:
-    overrides = {"temperature": 0.6, "top_k": 1, "eos_token_id": [5, 6]}
+    overrides = {"repetition_penalty": 1.1, "temperature": 0.6, "top_k": 1, "eos_token_id": [5, 6]}
     with caplog.at_level("INFO"), make_llm(override_generation_config=overrides) as llm:
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.top_k) == (0.6, 1)
+        assert params.repetition_penalty == 1.1
         assert "temperature=0.6" in caplog.text
-        assert llm.llm_engine._input_processor._eos_token_ids == (2, 5, 6)
+        assert llm.llm_engine.end_token_ids == (2, 5, 6)
     with make_llm(generation_config="none") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
     with pytest.raises(ConfigError, match="generation_config"):

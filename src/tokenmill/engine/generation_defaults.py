@@ -17,6 +17,7 @@ _SAMPLING_KEYS = {
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
 """Keys of generation_config.json that are defaults, and the parameters they set."""
