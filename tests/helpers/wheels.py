@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import zipfile
 
-from tokenmill.checkpoint.aliases import Alias
+from tokenmill.checkpoint.aliases import Alias, Piece
 
+PIECE = Piece("tiny-model", "1.0", 41_000, "tiny_model/tiny.gguf")
 CONTENT = bytes(range(256)) * 40_000  # 10 MB: long enough to be caught half-way
 
 
@@ -31,10 +32,9 @@ def tiny_alias(**changes):
     """The alias of `build_wheel`'s package."""
     fields = {
         "name": "tiny",
-        "package": "tiny-model",
         "version": "1.0",
-        "download_bytes": 41_000,
-        "member": "tiny_model/tiny.gguf",
+        "file_name": "tiny.gguf",
+        "pieces": (PIECE,),
         "num_bytes": len(CONTENT),
         "sha256": hashlib.sha256(CONTENT).hexdigest(),
         "description": "a tiny file",

