@@ -20,7 +20,8 @@ from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.graphs.cpu import record
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.kv_groups import kv_cache_config
-from tokenmill.worker.model_runner import ModelRunner, RunnerLimits
+from tokenmill.worker.limits import RunnerLimits
+from tokenmill.worker.model_runner import ModelRunner
 from tokenmill.worker.row_params import build_row_params
 from tokenmill.worker.worker import Worker
 

@@ -50,11 +50,9 @@ from tokenmill.worker.drafts import Drafter, NullDrafter, count_new_tokens
 from tokenmill.worker.graphs.forward import DirectForward, ForwardPass, GraphStats, Recorder
 from tokenmill.worker.inputs.host import HostInputs
 from tokenmill.worker.inputs.protocol import StepInputs
+from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.results import finish_now
 from tokenmill.worker.rows import RowTable
-
-LOGITS_SLAB = 64
-"""Rows of logits computed at once: log-probabilities of a long prompt need no more memory."""
 
 AttentionMetadataByLayer = Mapping[str, AttentionMetadata]
 
@@ -65,23 +63,6 @@ BAD_LOGITS = (
     "The model gave this request no usable logits: they hold NaN or infinite values, or every token"
     " is banned. If other requests fail alike, check the model's weights and dtype."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerLimits:
-    """The largest step, and the shapes of the tables."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    vocab_size: int
-    logits_slab: int = LOGITS_SLAB
-
-    @property
-    def largest_step(self) -> BatchShape:
-        """One request with as many tokens as a step may have."""
-        return BatchShape(self.max_num_batched_tokens, 1, self.max_num_batched_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +153,10 @@ class ModelRunner:
         return all(group.supports_graphs for group in self._attention_groups)
 
     def warm_up(self) -> None:
-        """Let the sampler compile what it may need, so that no request waits for it."""
+        """Compile what a step may need besides a recorded one, so that no request waits for it."""
+        self._inputs.warm_up()
+        for num_reqs in self.limits.nums_reqs_of_variants:
+            self.run_blank(BatchShape(num_reqs, num_reqs, 1, 1))
         self._sampler.warm_up()
 
     @property

@@ -184,6 +184,34 @@ def test_only_some_samples_are_kept():
     assert device.token_ids[0, :3].tolist() == [4, 5, 31]
 
 
+def test_decoding_requests_write_their_tokens_behind_the_others():
+    _, device = make_inputs()
+    new = [enter(0, [4, 5], 1), enter(2, [6, 7, 8], 5)]
+    device.update(step_plan([0, 2], [1, 2], [False, False], scheduled_new_reqs=new))
+    for row, count in ((0, 1), (2, 2)):
+        device.rows.num_computed_tokens[row] = count
+    padded = BatchShape(4, 4, 1, MAX_LEN)
+    for first_id in (70, 80):
+        batch = gather_batch(step_plan([2, 0], [1, 1], [True, True]), device.rows)
+        device.fill(batch, padded)
+        new = batch.new_tokens(batch.num_sampled)
+        device.write_tokens(Sampled(torch.tensor([first_id, first_id + 1])), new)
+        device.rows.commit(batch.rows, new.num_computed, new.num_computed + 1)
+    assert device.token_ids[2, :6].tolist() == [6, 7, 8, 70, 80, 0]
+    assert device.token_ids[0, :5].tolist() == [4, 5, 71, 81, 0]
+    assert not device.token_ids[[1, 3]].any()
+
+
+def test_warming_up_leaves_everything_as_it_was():
+    host, device = make_inputs()
+    device.warm_up()
+    assert not device.token_ids.any()
+    plan = step_plan([1], [3], [True], scheduled_new_reqs=[enter(1, [4, 5, 6], 1)])
+    for inputs in (host, device):
+        inputs.update(plan)
+    check_equal(host, device, plan)
+
+
 def test_a_late_result_leaves_a_row_alone_that_another_request_has_entered():
     _, device = make_inputs()
     plan = step_plan(
@@ -216,6 +244,16 @@ def test_staged_arrays_arrive_whatever_their_types_and_sizes():
         assert found[3].item() == -1
         for i in (0, 1, 2, 4, 5):
             assert torch.equal(found[i], torch.from_numpy(arrays[i]))
+
+
+def test_an_array_is_staged_into_its_place():
+    staging = Staging(CPU)
+    target = torch.zeros(70_000, dtype=torch.int32)
+    for step in range(NUM_BUFFERS + 1):
+        for size in (3, 70_000):
+            array = np.arange(size, dtype=np.int32) + step
+            staging.stage_into(array, target[:size])
+            assert torch.equal(target[:size], torch.from_numpy(array))
 
 
 def test_a_copy_to_the_host_is_what_it_was_when_it_was_ordered():

@@ -14,7 +14,7 @@ from helpers.worker import (
     toy_logits,
 )
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
-from tokenmill.worker.model_runner import LOGITS_SLAB
+from tokenmill.worker.limits import LOGITS_SLAB
 
 SAMPLING = [
     {"temperature": 0.0},

@@ -47,16 +47,8 @@ def launch_product(
     x and weight have one type; scales, float32, are both there or both absent. The weight is
     contiguous; rows of x and out may lie apart. The tile is chosen from the table if none is given.
     """
+    _check(x, weight, out, bias, x_scale, weight_scale)
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
-    assert x.dtype == weight.dtype
-    assert depth == weight.shape[1]
-    assert weight.is_contiguous()
-    assert x.stride(1) == 1
-    assert out.shape == (num_rows, num_columns)
-    assert out.stride(1) == 1
-    assert bias is None or bias.shape == (num_columns,)
-    assert x_scale is None or (x_scale.numel() == num_rows and x_scale.is_contiguous())
-    assert weight_scale is None or weight_scale.shape == (num_columns,)
     if num_rows == 0 or num_columns == 0:
         return
     per_segment = segment_depth(depth, num_segments or choose_segments(num_columns, depth))
@@ -95,6 +87,26 @@ def launch_product(
         num_stages=tile.num_stages,
         launch_pdl=plan.overlaps,
     )
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+) -> None:
+    num_rows, num_columns = len(x), len(weight)
+    assert x.dtype == weight.dtype
+    assert x.shape[1] == weight.shape[1]
+    assert weight.is_contiguous()
+    assert x.stride(1) == 1
+    assert out.shape == (num_rows, num_columns)
+    assert out.stride(1) == 1
+    assert bias is None or bias.shape == (num_columns,)
+    assert x_scale is None or (x_scale.numel() == num_rows and x_scale.is_contiguous())
+    assert weight_scale is None or weight_scale.shape == (num_columns,)
 
 
 def _fit_descriptors(*tensors: torch.Tensor) -> bool:
@@ -305,14 +317,9 @@ def product_kernel(
         depth,
     )
     target = (rows, columns, num_rows, num_columns, out_stride)
-    segment = 0
-    begin = 0
-    end = depth
-    if P.segments_in_grid:
-        segment = program % P.num_segments
-        begin = segment * segment_depth
-        end = tl.minimum(begin + segment_depth, depth)
-
+    segment = program % P.num_segments if P.segments_in_grid else 0
+    begin = segment * segment_depth if P.segments_in_grid else 0
+    end = tl.minimum(begin + segment_depth, depth) if P.segments_in_grid else depth
     let_next_start(P.overlaps)
     if P.early_bytes > 0:
         _fetch_early(weight_data, columns, num_columns, begin, end, depth, P)

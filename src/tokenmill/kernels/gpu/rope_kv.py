@@ -24,6 +24,7 @@ from tokenmill.kernels.rotary import apply_rotary
 _VALUES = 1024
 """Elements of a program, about: vector loads of half of them, for each thread one."""
 _NUM_WARPS = 2
+_LAUNCH: dict[str, Any] = {"num_warps": _NUM_WARPS, "num_stages": 1}
 
 _LARGEST_FLOAT8 = tl.constexpr(448.0)
 
@@ -85,9 +86,8 @@ def rotate_and_write_kv(
         HALF=cos.shape[1],
         HEADS=heads,
         OVERLAPS=overlaps(key.device),
-        num_warps=_NUM_WARPS,
-        num_stages=1,
         launch_pdl=overlaps(key.device),
+        **_LAUNCH,
     )
 
 
@@ -129,9 +129,8 @@ def write_kv(
         HALF=0,
         HEADS=heads,
         OVERLAPS=overlaps(key.device),
-        num_warps=_NUM_WARPS,
-        num_stages=1,
         launch_pdl=overlaps(key.device),
+        **_LAUNCH,
     )
 
 

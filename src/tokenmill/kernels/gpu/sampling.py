@@ -104,8 +104,7 @@ def sample(
     if num_rows == 0:
         return
     chunk_values, chunk_ids, state, listed = workspace
-    # The only token of a vocabulary stays, whatever the filters are.
-    filters = any_random and any_filter and vocab_size > 1
+    filters = any_random and any_filter and vocab_size > 1  # an only token stays
     chunk = chunk_of(num_rows, vocab_size)
     grid = (cdiv(vocab_size, chunk), num_rows)
     chunks = (chunk_values, chunk_ids, state)

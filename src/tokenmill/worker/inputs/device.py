@@ -77,6 +77,18 @@ class DeviceInputs:
         self._decoding_rows: IntArray | None = None
         """Rows of the step filled last, if each of its requests computes one token."""
 
+    def warm_up(self) -> None:
+        """Compile the kernels that write the tables, which no blank step runs. Writes zeros over
+        zeros.
+        """
+        self._write([0], [np.zeros(1, np.int32)])
+        ids = torch.zeros(1, dtype=torch.int64, device=self._tables.device)
+        nowhere = [np.full(1, -1, np.int32), np.zeros(1, np.int64)]
+        rows, positions = self._staging.stage(nowhere)
+        commit_tokens(self.token_ids, rows, positions, ids)
+        self._rows_of_reqs[:1].fill_(-1)
+        commit_tokens(self.token_ids, self._rows_of_reqs[:1], self._seq_lens[:1], ids)
+
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows, here and on the device."""
         cached = plan.scheduled_cached_reqs

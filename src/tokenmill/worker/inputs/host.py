@@ -54,6 +54,9 @@ class HostInputs:
         self._arrays.seq_lens[0] = 1
         return self._tensors(shape, 1)
 
+    def warm_up(self) -> None:
+        """It is ready."""
+
     def stage(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         """The array itself."""
         return torch.from_numpy(array)

@@ -28,6 +28,10 @@ class StepInputs(Protocol):
     """int32 [max_num_seqs, max_model_len]: the rows' tokens as the device knows them, those just
     sampled included."""
 
+    def warm_up(self) -> None:
+        """Make ready for the first step; before any plan."""
+        ...
+
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows."""
         ...

@@ -1,0 +1,35 @@
+"""How large a runner's steps and tables are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenmill.worker.batch import BatchShape
+
+LOGITS_SLAB = 64
+"""Rows of logits computed at once: log-probabilities of a long prompt need no more memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """The largest step, and the shapes of the tables."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    vocab_size: int
+    logits_slab: int = LOGITS_SLAB
+
+    @property
+    def largest_step(self) -> BatchShape:
+        """One request with as many tokens as a step may have."""
+        return BatchShape(self.max_num_batched_tokens, 1, self.max_num_batched_tokens, 1)
+
+    @property
+    def nums_reqs_of_variants(self) -> list[int]:
+        """Numbers of requests, each with one token, that together need every kernel of such steps:
+        those of products go by powers of two.
+        """
+        powers = {1 << power for power in range(self.max_num_seqs.bit_length())}
+        return sorted({*powers, self.max_num_seqs})
