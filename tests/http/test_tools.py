@@ -226,7 +226,7 @@ def test_logprobs_and_ids_cover_every_token(server, stream):
 
 
 @BOTH
-def test_n_answers_have_their_own_calls(server, stream):
+def test_b039_n_answers_have_their_own_calls(server, stream):
     choices, usage = ask(server, TWO, stream=stream, tools=TOOLS, n=3, temperature=1)
     assert [choice.index for choice in choices] == [0, 1, 2]
     assert all(len(choice.message["calls"]) == 2 for choice in choices)

@@ -6,7 +6,7 @@ import functools
 import json
 import random
 
-import jsonschema_rs
+import jsonschema
 import llguidance
 import llguidance.numpy
 import pytest
@@ -124,7 +124,7 @@ VARIANTS = [(name, special) for name in STYLES for special in (False, True) if m
 def test_whatever_is_forced_is_calls_that_fit_their_schemas(name, is_special):
     special = tuple(marks_of(name)) if is_special else ()
     grammar = forced_calls(TOOLS, name, ids_of(special))
-    validator = jsonschema_rs.validator_for(CITY)
+    validator = jsonschema.Draft202012Validator(CITY)
     seen = set()
     for seed in range(12):
         message = parse(name, random_text(grammar, seed, special))
