@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstdlib>
 #include <mutex>
@@ -21,14 +22,29 @@
 namespace tokenmill {
 namespace {
 
-// Pauses before a waiting thread goes to sleep. A pause is about 140 cycles on recent processors:
-// 60 microseconds in all, more than any gap between the kernels of a step.
-constexpr int kSpins = 1000;
+// How long a waiting thread spins before it goes to sleep: longer than any gap between the kernels
+// of a step, as waking it takes longer than many a kernel. A pause takes 40 cycles or 140, by
+// processor, so the time is read from the clock now and then.
+constexpr std::chrono::microseconds kSpinTime{100};
+constexpr int kPausesPerLook = 32;
 constexpr int kMaxThreads = 1024;
 constexpr int kScratchSlots = 4;
 
 thread_local bool inside_job = false;
 thread_local int thread_index = 0;
+
+// Pauses until `is_done` or for as long as a thread spins; whether it is done.
+template <class IsDone>
+bool spin(IsDone&& is_done) {
+  const auto end = std::chrono::steady_clock::now() + kSpinTime;
+  do {
+    for (int pauses = 0; pauses < kPausesPerLook; ++pauses) {
+      if (is_done()) return true;
+      _mm_pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return is_done();
+}
 
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
@@ -72,13 +88,9 @@ class Pool {
       work(0);
     }
     inside_job = false;
-    for (int spins = 0; unfinished_.load(std::memory_order_acquire) != 0; ++spins) {
-      if (spins < kSpins) {
-        _mm_pause();
-      } else {
-        sched_yield();
-      }
-    }
+    const auto is_done = [this] { return unfinished_.load(std::memory_order_acquire) == 0; };
+    if (!spin(is_done))
+      while (!is_done()) sched_yield();
   }
 
  private:
@@ -114,11 +126,8 @@ class Pool {
   }
 
   std::uint32_t wait_for_job(std::uint32_t seen) {
-    for (int spins = 0; spins < kSpins; ++spins) {
-      const std::uint32_t now = jobs_.load(std::memory_order_acquire);
-      if (now != seen) return now;
-      _mm_pause();
-    }
+    if (spin([this, seen] { return jobs_.load(std::memory_order_acquire) != seen; }))
+      return jobs_.load(std::memory_order_acquire);
     sleepers_.fetch_add(1);
     while (jobs_.load() == seen) futex_wait(jobs_, seen);
     sleepers_.fetch_sub(1);

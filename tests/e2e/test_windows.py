@@ -75,6 +75,15 @@ def test_in_a_pool_that_is_too_small_for_all(dtype, num_kv_blocks, settings):
         assert llm.llm_engine._client.core.scheduler.make_stats().num_preemptions > 0
 
 
+def test_the_null_block_is_zero():
+    with engine("bfloat16") as llm:
+        model = llm.llm_engine._client.core._executor._running_worker().runner._model
+        caches = [layer._kv_cache for layer in model.attention_layers().values()]
+    assert len(caches) == 3
+    assert len({cache.data_ptr() for cache in caches}) == 1  # three groups of one layer
+    assert not caches[0][0].any()
+
+
 def test_a_sequence_of_any_length_holds_a_window_of_blocks():
     with engine("bfloat16", max_num_batched_tokens=32, max_num_seqs=4) as llm:
         scheduler = llm.llm_engine._client.core.scheduler

@@ -13,7 +13,6 @@ from tokenmill.attention.selection import select_backend
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.models.base import CausalLM
-from tokenmill.worker.kv_memory import empty_kv_cache
 from tokenmill.worker.model_runner import AttentionGroup
 
 logger = logging.getLogger(__name__)
@@ -52,11 +51,25 @@ def bind_attention(
             for name in names:
                 slot = kv_group.spec.bytes_per_token, kv_group.layer_names.index(name)
                 if slot not in slots:
-                    slots[slot] = empty_kv_cache(shape, dtype, device)
+                    slots[slot] = _empty_cache(shape, dtype, device)
                 layers[name].bind(backend.make_impl(spec), slots[slot].view(shape))
             builder = backend.make_metadata_builder(spec, _limits(config, cache))
             groups.append(AttentionGroup(index, tuple(names), builder, backend.supports_graphs))
     return groups
+
+
+def _empty_cache(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A cache whose values may be anything, but for zeros in the null block: tiles of a kernel may
+    reach into it, though nothing of it counts.
+
+    Not on huge pages: where memory is not in large pieces, the first touch of one stops a step for
+    ten milliseconds and more, in every layer.
+    """
+    cache = torch.empty(shape, dtype=dtype, device=device)
+    cache[0].zero_()
+    return cache
 
 
 def _limits(config: EngineConfig, cache: KVCacheConfig) -> CacheLimits:
