@@ -7,11 +7,15 @@ import re
 
 import pytest
 
+from helpers import tiny_text
 from helpers.answers import BROKEN, GOOD
 from helpers.fake_engine import FakeEngine, Script, tiny_tokenizer
 from helpers.live_server import LiveServer, chunks_of
 from tokenmill.contracts.request import FinishReason
+from tokenmill.engine.input_processor import InputProcessor
+from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.errors import ConfigError
+from tokenmill.tokenizer.tokenizer import Tokenizer
 
 TEMPLATE = """
 {%- if tools %}Tools: {{ tools | tojson }}, called as <tool_call>{"name": "f", "arguments": {}}
@@ -506,31 +510,55 @@ def test_settings_that_cannot_work(args, message):
         make_state(FakeEngine(), ServeArgs(**args))
 
 
-def test_special_tokens_that_mark_something_stay_in_the_text():
-    parsers = {"tool_call_parser": "hermes", "chat_template": "{{ messages[0].content }}"}
-    with serving(**parsers) as server:
-        ask(server, ONE, stream=False, tools=TOOLS)
-        assert server.engine.calls[-1][1].skip_special_tokens
-        engine = server.engine
-        engine.tokenizer = _MarksAreSpecial(engine.tokenizer)
-        server.state.tokenizer = engine.tokenizer
-        ask(server, ONE, stream=False, tools=TOOLS, tool_choice="required")
-        assert not engine.calls[-1][1].skip_special_tokens
-        assert "<[7]>" in grammar_of(server)
-        ask(server, "Ho", stream=False)
-        assert engine.calls[-1][1].skip_special_tokens
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
 
-class _MarksAreSpecial:
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
-        self.special_token_ids = tokenizer.special_token_ids | {7}
+def engine_of_marks():
+    """An engine whose model has the marks as special tokens; its template tells the family."""
+    backend = tiny_text.tiny_tokenizer()
+    backend.add_special_tokens(list(MARKS))
+    special = {"eos_token": tiny_text.EOS}
+    tokenizer = Tokenizer(backend, special_tokens=special, chat_templates={"default": TEMPLATE})
+    assert tokenizer.special_token_ids.issuperset(map(tokenizer.token_to_id, MARKS))
+    engine = FakeEngine(max_model_len=8192, hf_overrides={"vocab_size": tokenizer.vocab_size})
+    text = f"<think>Hm, well.</think>\n\n{TWO}"
+    engine.author = lambda prompt, params: Script(tokenizer.encode(text))
+    engine.tokenizer = tokenizer
+    engine._input = InputProcessor(engine.config, tokenizer, (2,))
+    engine._output = OutputProcessor(tokenizer)
+    return engine
 
-    def token_to_id(self, token):
-        return 7 if token == "<tool_call>" else self._tokenizer.token_to_id(token)
 
-    def __getattr__(self, name):
-        return getattr(self._tokenizer, name)
+@BOTH
+def test_marks_that_are_special_tokens_are_seen(stream):
+    """Both families are recognised; the marks stay in the text for the parsers, and only there."""
+    with LiveServer(engine_of_marks()) as server:
+        tokenizer = server.engine.tokenizer
+        fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        reply = server.chat(tools=TOOLS, **fields)
+        assert reply.status == 200, reply.body
+        assert not server.engine.calls[-1][1].skip_special_tokens
+        if stream:
+            *chunks, last = chunks_of(reply)
+            choice = Choice(0)
+            for chunk in chunks:
+                choice.add_delta(chunk["choices"][0]["delta"])
+            usage = last["usage"]
+        else:
+            choice, usage = _whole(reply.json["choices"][0]), reply.json["usage"]
+        assert choice.message["reasoning"] == "Hm, well."
+        assert choice.message["content"] == "I look."
+        assert calls_of(choice) == [("get_weather", PARIS), ("now", "{}")]
+        num_reasoning = len(tokenizer.encode("Hm, well."))
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+        server.chat(tools=TOOLS, tool_choice="required")
+        for mark in MARKS[:2]:
+            assert f"<[{tokenizer.token_to_id(mark)}]>" in grammar_of(server)
+
+
+def test_special_tokens_stay_hidden_where_they_mark_nothing(server):
+    ask(server, "Ho", stream=False)
+    assert server.engine.calls[-1][1].skip_special_tokens
 
 
 def test_arguments_are_json_for_clients(server):
