@@ -20,7 +20,13 @@ def _llguidance(**settings: object) -> GrammarBackend:
     return LLGuidanceBackend(**settings)  # type: ignore[arg-type]
 
 
-BACKENDS: Mapping[str, MakeBackend] = {"llguidance": _llguidance}
+def _xgrammar(**settings: object) -> GrammarBackend:
+    from tokenmill.structured_output.xgrammar import XGrammarBackend
+
+    return XGrammarBackend(**settings)  # type: ignore[arg-type]
+
+
+BACKENDS: Mapping[str, MakeBackend] = {"llguidance": _llguidance, "xgrammar": _xgrammar}
 """By the names of `config.structured_outputs.BACKENDS`; their libraries are loaded when used."""
 
 

@@ -84,7 +84,7 @@ def _is_type(value: object) -> bool:
     )
 
 
-_KEYWORDS: dict[str, tuple[Callable[[object], bool], str]] = {
+KEYWORDS: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(_MAPS_OF_SCHEMAS, (_is_map, "an object of schemas")),
     **dict.fromkeys(_LISTS_OF_SCHEMAS, (_is_schemas, "a list of schemas")),
     **dict.fromkeys(_SCHEMAS, (_is_schema, "a schema")),
@@ -143,7 +143,7 @@ def enforceable_schema(schema: object, *, closed: bool) -> Schema:
         raise ValueError("a schema is an object, true or false")
     schema.pop("x-guidance", None)  # the library's own switch for being lenient
     references = _References(schema)
-    for path, each in _subschemas(schema):
+    for path, each in subschemas(schema):
         _check(path, each)
         references.check(path, each)
         _rewrite(each)
@@ -154,7 +154,7 @@ def enforceable_schema(schema: object, *, closed: bool) -> Schema:
 
 def patterns_of(schema: Schema) -> Iterator[tuple[str, str]]:
     """(where it stands, pattern) of every regular expression in an enforceable schema."""
-    for path, each in _subschemas(schema):
+    for path, each in subschemas(schema):
         if "pattern" in each:
             yield f"pattern at {path}", each["pattern"]
         for pattern in each.get("patternProperties", ()):
@@ -190,7 +190,7 @@ class _References:
                 raise _refusal(path, "$ref", f"{shown(reference)} leads nowhere")
 
 
-def _subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
+def subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
     """(path, schema) of the schema and all within; each is checked before those within it."""
     stack: list[tuple[str, Any]] = [("#", schema)]
     while stack:
@@ -220,13 +220,13 @@ def _check(path: str, schema: Schema) -> None:
         if keyword in _NEUTRAL:
             if not _NEUTRAL[keyword](schema):
                 raise _refusal(path, keyword, "this keyword cannot be enforced")
-        elif keyword not in _KEYWORDS:
+        elif keyword not in KEYWORDS:
             raise _refusal(path, keyword, "this keyword is not known")
         elif keyword == "items" and isinstance(value, list):  # of drafts before 2020-12
             if not _is_schemas(value):
                 raise _refusal(path, keyword, "must be a schema or a list of schemas")
         else:
-            fits, words = _KEYWORDS[keyword]
+            fits, words = KEYWORDS[keyword]
             if not fits(value):
                 raise _refusal(path, keyword, f"must be {words}")
     for keyword in [name for name in schema if name in _NEUTRAL or name.startswith("x-")]:

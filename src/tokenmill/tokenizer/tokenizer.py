@@ -9,7 +9,7 @@ import tokenizers
 
 from tokenmill.checkpoint.checkpoint import TokenizerData
 from tokenmill.errors import CheckpointError, InvalidRequestError
-from tokenmill.tokenizer.decoding import TextStream, decoding_of
+from tokenmill.tokenizer.decoding import ByteDecoding, TextStream, decoding_of
 
 DEFAULT_TEMPLATE = "default"
 _UNBOUNDED_CHARS = 2**31
@@ -125,6 +125,12 @@ class Tokenizer:
     def decode_token(self, token_id: int) -> str:
         """Text of one token as it reads inside a text; U+FFFD for parts of a character."""
         return self._decoding.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What a token adds to a text; None if that depends on its neighbours."""
+        if not isinstance(self._decoding, ByteDecoding):
+            return None
+        return self._decoding.token_bytes(token_id)
 
     def to_json(self) -> str:
         """The tokenizer as the library writes it, for other programs that read that."""
