@@ -83,7 +83,7 @@ class DeviceInputs:
         """
         self._write([0], [np.zeros(1, np.int32)])
         ids = torch.zeros(1, dtype=torch.int64, device=self._tables.device)
-        nowhere = [np.full(1, -1, np.int32), np.zeros(1, np.int64)]
+        nowhere: list[npt.NDArray[np.generic]] = [np.full(1, -1, np.int32), np.zeros(1, np.int64)]
         rows, positions = self._staging.stage(nowhere)
         commit_tokens(self.token_ids, rows, positions, ids)
         self._rows_of_reqs[:1].fill_(-1)
