@@ -22,6 +22,7 @@ EDITS: list[dict[str, Any]] = [
     {"logit_bias": {3: 100.0, 4: -100.0, 9: 1.5}},
     {"allowed_token_ids": [2, 3, 11, 4]},
     {"min_tokens": 4, "stop_token_ids": (1, 3), "logit_bias": {1: 30, 3: 30}},
+    {"token_rules": TokenRules(bad_words=[[3], [11]])},
     {"token_rules": TokenRules(bad_words=[[3], [1, 2], [2, 1], [1, 1, 2], [0, 1, 2, 3]])},
     {
         "thinking_token_budget": 2,

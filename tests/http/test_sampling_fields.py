@@ -165,6 +165,7 @@ def test_all_requests_of_a_search_have_its_priority_and_salt(server):
         ({"stop": ["x"]}, "stop"),
         ({"top_p": 0.5}, "top_p"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "use_beam_search"),
     ],
 )
 def test_what_a_search_cannot_do_is_refused(server, fields, name):

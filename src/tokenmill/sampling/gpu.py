@@ -103,6 +103,9 @@ class GpuSampler:
         if asked.size:
             arrays |= {"asked": asked, "listed": _order(num_best)}
             arrays |= _named_ids(metadata, asked)
+        of_edits = [edit.arrays() for edit in metadata.edits]
+        for number, given in enumerate(of_edits):
+            arrays |= {f"{number}.{name}": array for name, array in given.items()}
         tensors = self._stage(list(arrays.values())) if arrays else []
         staged = dict(zip(arrays, tensors, strict=True))
         if "bitmask" in staged:
@@ -111,9 +114,9 @@ class GpuSampler:
         are_all_asked = asked.size == len(logits)
         if asked.size and not self._mode.is_processed and (metadata.edits or not are_all_asked):
             raw = logits[staged["asked"]]
-        for number, edit in enumerate(metadata.edits):
-            given = {name: staged[f"{number}.{name}"] for name in edit.arrays()}
-            apply_edit(edit, logits, given, metadata.token_ids, self._penalty_counts)
+        for number, (edit, given) in enumerate(zip(metadata.edits, of_edits, strict=True)):
+            there = {name: staged[f"{number}.{name}"] for name in given}
+            apply_edit(edit, logits, there, metadata.token_ids, self._penalty_counts)
         token_ids, is_valid = self._choose(logits, metadata, staged)
         found = [token_ids, is_valid]
         if asked.size:
@@ -185,8 +188,6 @@ def _arrays_of(metadata: SamplingMetadata) -> dict[str, HostArray]:
     if metadata.grammar.logits_rows.size:
         arrays["masked_rows"] = metadata.grammar.logits_rows
         arrays["bitmask"] = metadata.grammar.bitmask
-    for number, edit in enumerate(metadata.edits):
-        arrays |= {f"{number}.{name}": array for name, array in edit.arrays().items()}
     return arrays
 
 

@@ -143,6 +143,27 @@ def test_engine_flags_reach_the_engine():
     }
 
 
+def test_sampling_flags_that_are_objects_and_lists():
+    result = run_cli(
+        *("generate", "a", "--presence-penalty", "0.5", "--repetition-penalty", "1.1"),
+        *("--logit-bias", '{"5": 2, "7": -300}', "--bad-words", "x", "--bad-words", "y z"),
+        *("--allowed-token-ids", "3", "--allowed-token-ids", "4"),
+        *("--repetition-detection", '{"max_pattern_size": 3}', "--extra-args", '{"k": [1]}'),
+        *("--logits-processors", "a.b:C", "--logits-processors", "d"),
+    )
+    (params,) = result.llm.llm_engine.params
+    assert (params.presence_penalty, params.repetition_penalty) == (0.5, 1.1)
+    assert params.logit_bias == {5: 2.0, 7: -100.0}
+    assert params.bad_words == ["x", "y z"]
+    assert params.allowed_token_ids == [3, 4]
+    assert params.repetition_detection.max_pattern_size == 3
+    assert params.extra_args == {"k": [1]}
+    assert result.llm.engine_args["logits_processors"] == ["a.b:C", "d"]
+    wrong = run_cli("generate", "a", "--repetition-detection", '{"max_pattern_size": 0}')
+    assert wrong.exit_code == 2
+    assert "repetition_detection.max_pattern_size=0" in wrong.stderr
+
+
 def test_overrides_that_are_no_json_object_are_refused():
     for value in ("[1]", "{oops", "3"):
         result = run_cli("generate", "a", "--hf-overrides", value)

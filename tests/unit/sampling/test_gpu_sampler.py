@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers.asked import EDITS, OTHER_MARKS
-from helpers.sampling import edited, metadata_of, new_request
+from helpers.sampling import edited, filtered, metadata_of, new_request
 from helpers.triton_interpreter import loop_over_scalars, patch_the_language_once
 from tokenmill.kernels.gpu import sampling
 from tokenmill.sampling.choosers import TorchChooser
@@ -205,6 +205,37 @@ def test_other_numbers_than_raw_log_probabilities(mode):
     check(requests, 150, mode=mode)
     greedy = [new_request(row, temperature=0.0, logprobs=2) for row in range(2)]
     check(greedy, 40, mode=mode)
+
+
+def test_draws_follow_the_distribution():
+    """Behind penalties and all filters, over seeds at one place."""
+    count, tokens = 200, [1, 0, 3, 1, 1, 2]
+    logits = np.log([0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.04, 0.03, 0.02, 0.01])
+    requests = [
+        new_request(
+            row,
+            seed=row,
+            token_ids=tokens,
+            num_prompt_tokens=2,
+            temperature=1.4,
+            top_k=8,
+            top_p=0.93,
+            min_p=0.1,
+            frequency_penalty=0.3,
+            logit_bias={9: 1.0},
+        )
+        for row in range(count)
+    ]
+    rows = torch.tensor(logits, dtype=torch.float32).repeat(count, 1).to(DEVICE)
+    metadata = on_device(metadata_of(requests, len(logits)))
+    found = gpu_sampler(len(logits), max_num_rows=count).forward(rows, metadata).to_host()
+    scaled = filtered(edited(logits, requests[0], tokens), requests[0].sampling_params)
+    kept = np.flatnonzero(scaled > -np.inf)
+    expected = count * np.exp(scaled[kept]) / np.exp(scaled[kept]).sum()
+    observed = np.bincount(found.token_ids, minlength=len(logits))[kept]
+    assert observed.sum() == count
+    assert len(kept) == 7
+    assert ((observed - expected) ** 2 / expected).sum() < 22.46  # once in a thousand
 
 
 def test_ids_that_were_named_have_their_ranks():

@@ -50,6 +50,12 @@ def beam_search_params(fields: SamplingFields, params: SamplingParams) -> BeamSe
             raise InvalidRequestError(
                 f"{name} has no meaning with use_beam_search; leave it out.", parameter=name
             )
+    if params.structured_outputs is not None:
+        raise InvalidRequestError(
+            "use_beam_search follows no grammar: leave out response_format, structured_outputs and"
+            " required tools.",
+            parameter="use_beam_search",
+        )
     return BeamSearchParams(
         beam_width=params.n,
         max_tokens=params.max_tokens,
