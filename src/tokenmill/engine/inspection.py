@@ -1,0 +1,123 @@
+"""What a model is and what it needs, from its headers alone: no weight is read, no torch loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from tokenmill.checkpoint.checkpoint import Checkpoint
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.machine import Machine
+from tokenmill.config.parameters import ModelParameters, read_parameters
+from tokenmill.config.resolve import apply_overrides, resolve
+from tokenmill.engine.build import Progress, find_machine, open_model
+from tokenmill.models.registry import MODELS
+
+SHORTEST_CONTEXT = 1024
+CONTEXT_STEP = 4
+_ENOUGH = 1 << 60
+"""Bytes; more than any model needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Memory for one request of some length, in bytes, by arithmetic."""
+
+    context: int
+    """Tokens, prompt and output."""
+    kv_cache: int
+    total: int
+    """With weights, the buffers of a step and the process's own."""
+    fits: bool
+    """Whether that much is available now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What `tokenmill inspect` prints."""
+
+    model: str
+    path: str
+    parameters: ModelParameters
+    is_supported: bool
+    """Whether there is a native family for its architecture."""
+    num_parameters: int
+    formats: dict[str, int]
+    """Format of tensors, as in the file -> parameters in it, most first."""
+    file_bytes: int
+    """Bytes of all tensors as they lie in the files."""
+    weight_bytes: int
+    """Bytes of the weights as the engine holds them."""
+    available_bytes: int
+    dtype: str
+    kernels: str
+    needs: list[MemoryNeed]
+
+
+def inspect_model(args: EngineArgs, on_progress: Progress) -> ModelReport:
+    """Look at the model that `args` name.
+
+    Raises `ModelNotFoundError`, `CheckpointError` and `ConfigError` as an engine would.
+    """
+    checkpoint = open_model(args, on_progress)
+    try:
+        return _report(args, checkpoint, find_machine(args))
+    finally:
+        checkpoint.close()
+
+
+def _report(args: EngineArgs, checkpoint: Checkpoint, machine: Machine) -> ModelReport:
+    parameters = read_parameters(apply_overrides(checkpoint.config, args.hf_overrides))
+    formats: Counter[str] = Counter()
+    for name, shape in checkpoint.tensor_shapes.items():
+        formats[checkpoint.tensor_formats[name]] += prod(shape)
+    accelerator = machine.accelerator
+    roomy = replace(
+        machine,
+        available_memory=_ENOUGH,
+        accelerator=accelerator and replace(accelerator, available_memory=_ENOUGH),
+    )
+    needs, weights, dtype, kernels, available = [], 0, "", "", 0
+    for context in _contexts(parameters.max_context):
+        one = replace(args, max_num_seqs=1, max_model_len=context, num_kv_blocks=None)
+        config = resolve(
+            one,
+            path=str(checkpoint.path),
+            config=checkpoint.config,
+            tensor_shapes=checkpoint.tensor_shapes,
+            tensor_formats=checkpoint.tensor_formats,
+            machine=roomy,
+        )
+        dtype, kernels, weights = config.model.dtype, config.kernels, config.ledger.weights
+        available = (
+            machine.available_memory
+            if config.device == "cpu" or accelerator is None
+            else accelerator.available_memory
+        )
+        total = config.ledger.available - config.ledger.left
+        needs.append(MemoryNeed(context, config.ledger.kv_pool, total, total <= available))
+    return ModelReport(
+        model=args.model,
+        path=str(checkpoint.path),
+        parameters=parameters,
+        is_supported=parameters.architecture in MODELS,
+        num_parameters=formats.total(),
+        formats=dict(formats.most_common()),
+        file_bytes=checkpoint.num_bytes,
+        weight_bytes=weights,
+        available_bytes=available,
+        dtype=dtype,
+        kernels=kernels,
+        needs=needs,
+    )
+
+
+def _contexts(longest: int) -> Iterator[int]:
+    """Lengths up to the model's own."""
+    length = SHORTEST_CONTEXT
+    while length < longest:
+        yield length
+        length *= CONTEXT_STEP
+    yield longest
