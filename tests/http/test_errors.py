@@ -185,6 +185,10 @@ def test_only_json_is_taken(server):
         reply = server.post("/v1/completions", b"{}", **{"content-type": media_type})
         check(reply, 415, None, "unsupported_media_type")
     body = b'{"prompt": "One two three"}'
+    for encoding in ("gzip", "br", "zstd"):
+        reply = server.post("/v1/completions", b"{}", **{"content-encoding": encoding})
+        check(reply, 415, None, "unsupported_media_type")
+        assert encoding in reply.json["error"]["message"]
     for media_type in ("application/json; charset=utf-8", "Application/JSON", "application/x+json"):
         assert server.post("/v1/completions", body, **{"content-type": media_type}).status == 200
 

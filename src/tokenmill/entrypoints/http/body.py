@@ -113,13 +113,18 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _check_media_type(request: Request) -> None:
-    """Refuse types that a page of another origin may send without asking, and all but JSON."""
+    """Refuse all but plain JSON: other types a page elsewhere may send without asking."""
     given = request.headers.get("content-type", "application/json")
     media_type = given.split(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaTypeError(
             f"content-type {shown(media_type)} is not taken; send the body as JSON with"
             f" `content-type: application/json`."
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedMediaTypeError(
+            f"content-encoding {shown(encoding)} is not taken; send the body uncompressed."
         )
 
 
