@@ -191,6 +191,9 @@ GOOD = [
     Example("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS] {PARIS}\n", "", TWO[:1]),
     Example("granite", '<|tool_call|>[{"name": "now", "arguments": {}}]', "", TWO[1:]),
     Example(
+        "granite", '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|> ok', "ok", TWO[1:]
+    ),
+    Example(
         "jamba", '<tool_calls>[\n{"name": "now", "arguments": {}}\n]</tool_calls>', "", TWO[1:]
     ),
     Example("phi4_mini_json", 'functools[{"name": "now", "arguments": {}}]', "", TWO[1:]),

@@ -191,3 +191,28 @@ def test_plain_leaves_no_types_but_those_of_json():
     copied = plain({"a": (Colour.RED, Number(3), True, None, 1.5), 7: []}, "x")
     assert copied == {"a": ["red", 3, True, None, 1.5], "7": []}
     assert [type(item) for item in copied["a"]] == [str, int, bool, type(None), float]
+
+
+JOINED = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ '<call>' + call['function']['name'] + ' ' + call['function']['arguments'] + '</call>' }}"
+    "{% endfor %};{% endfor %}"
+)
+WRITTEN = JOINED.replace("+ call['function']['arguments'] +", "+ call.function.arguments|string +")
+
+
+@pytest.mark.parametrize("source", [JOINED, WRITTEN])
+def test_arguments_are_text_for_templates_that_join_them_to_text(source):
+    template = ChatTemplate(source)
+    assert template.wants_text_arguments
+    texts = {
+        template.render({"messages": normalise_messages(variant, template)}) for variant in VARIANTS
+    }
+    assert len(texts) == 1
+    (text,) = texts
+    assert '<call>weather {"city": "Bern", "days": 2}</call>' in text
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA_LIKE, MISTRAL_LIKE, "x"])
+def test_arguments_are_objects_elsewhere(source):
+    assert not ChatTemplate(source).wants_text_arguments

@@ -35,6 +35,7 @@ HERMES = (
         ("{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name}}", "deepseek_v31"),
         ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "openai"),
         ("{{ '<|tool_call|>' }}", "granite"),
+        ('as <tool_call></tool_call>: <tool_calls>[{"name": 1, "arguments": 2}]', "jamba"),
         # The mark of Hermes around other forms.
         ('<tool_call>\n<function=example>\n<parameter=a> "name" "arguments"', "qwen3_coder"),
         ('<tool_call>\n<function=example>{"name": 1, "arguments": 2}', None),

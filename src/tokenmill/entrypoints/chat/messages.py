@@ -1,8 +1,9 @@
 """Messages as clients send them, checked and brought into one form.
 
 What means the same reads the same afterwards: `content` is always a string (parts of text are
-joined by line breaks; null, missing and empty are `""`), tool arguments are always objects, absent
-tool calls are always absent, reasoning has all its names.
+joined by line breaks; null, missing and empty are `""`), tool arguments are always objects (always
+text, for a template that needs it), absent tool calls are always absent, reasoning has all its
+names.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]
         raise _invalid(f"{where}.content", "is missing; it must be a string or a list of parts")
     normal = {"role": role, "content": _text(content, f"{where}.content"), **normal}
     normal |= _reasoning(normal, where, template)
+    if calls and template.wants_text_arguments:
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return {**normal, "tool_calls": calls} if calls else normal
 
 

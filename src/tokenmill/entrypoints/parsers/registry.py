@@ -58,7 +58,7 @@ def _json(style: JsonStyle) -> MakeParser:
 HERMES = JsonStyle("<tool_call>", "</tool_call>")
 LLAMA = JsonStyle("<|python_tag|>", bare=True)
 MISTRAL = JsonStyle("[TOOL_CALLS]")
-GRANITE = JsonStyle("<|tool_call|>")
+GRANITE = JsonStyle("<|tool_call|>", "<|/tool_call|>")
 JAMBA = JsonStyle("<tool_calls>", "</tool_calls>")
 PHI = JsonStyle("functools")
 INTERNLM = JsonStyle("<|action_start|><|plugin|>", "<|action_end|>")
@@ -81,7 +81,7 @@ _XML = ToolFormat(XmlCallParser, (xml_calls.CALL_BEGIN, xml_calls.CALL_END))
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
-    "granite": ToolFormat(_json(GRANITE), ("<|tool_call|>",)),
+    "granite": ToolFormat(_json(GRANITE), ("<|tool_call|>", "<|/tool_call|>")),
     "hermes": ToolFormat(_json(HERMES), ("<tool_call>", "</tool_call>")),
     "internlm": ToolFormat(_json(INTERNLM), ("<|action_start|>", "<|plugin|>", "<|action_end|>")),
     "jamba": ToolFormat(_json(JAMBA), ("<tool_calls>", "</tool_calls>")),
@@ -125,6 +125,7 @@ _RECOGNISED: dict[str, tuple[str, ...]] = {
     "llama3_json": ("ipython", '"parameters"'),
     "granite": ("<|tool_call|>",),
     "qwen3_coder": ("<tool_call>", xml_calls.FUNCTION_BEGIN, xml_calls.PARAMETER_BEGIN),
+    "jamba": ("<tool_calls>", '"name"', '"arguments"'),
     "hermes": ("<tool_call>", '"name"', '"arguments"'),
 }
 """Families by what their chat templates contain, the more special ones first."""
