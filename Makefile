@@ -46,6 +46,7 @@ peers: $(VENV)/.installed
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/generate_models.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

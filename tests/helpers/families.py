@@ -83,9 +83,10 @@ FAMILIES = [
         "Qwen2ForCausalLM",
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+        gguf="qwen2",
         not_supported="MRoPE (the vision models), dual chunk attention",
     ),
-    Family("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 64}),
+    Family("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 64}, gguf="qwen3"),
     Family(
         "phi3",
         "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
@@ -96,9 +97,10 @@ FAMILIES = [
             "original_max_position_embeddings": 8,
             "tie_word_embeddings": True,
         },
+        gguf="phi3",
         not_supported="Phi-3-small, Phi-3.5-MoE, the vision models",
     ),
-    Family("olmo2", "OLMo 2", "Olmo2ForCausalLM", "Olmo2Config", is_recorded=False),
+    Family("olmo2", "OLMo 2", "Olmo2ForCausalLM", "Olmo2Config", is_recorded=False, gguf="olmo2"),
     Family(
         "gpt2",
         "GPT-2, DistilGPT-2",
@@ -125,6 +127,7 @@ FAMILIES = [
             "attn_logit_softcapping": 3.0,
             "final_logit_softcapping": 5.0,
         },
+        gguf="gemma2",
     ),
     Family(
         "gemma3",

@@ -34,7 +34,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 }
 """What a file cannot say is as llama.cpp takes it for granted."""
 
-ARCHITECTURES = ("qwen2", "qwen3", "phi3", "olmo2", "gemma2", "gemma3")
+ARCHITECTURES = [family.gguf for family in FAMILIES if family.gguf not in ("", "llama")]
 
 
 def reference(name: str) -> Any:

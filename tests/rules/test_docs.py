@@ -16,6 +16,11 @@ def test_the_settings_page_is_fresh() -> None:
     assert (ROOT / "docs" / "settings.md").read_text() == generator["render"](), "run `make docs`"
 
 
+def test_the_page_of_models_is_fresh() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "generate_models.py"))
+    assert (ROOT / "docs" / "models.md").read_text() == generator["render"](), "run `make docs`"
+
+
 @pytest.mark.parametrize(
     "page", ["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 )
