@@ -174,6 +174,13 @@ def test_a_complete_text_needs_no_end_token(llm):
         assert 2 not in output.outputs[0].token_ids
 
 
+def test_ignored_ends_let_a_text_go_on_as_long_as_it_can(llm):
+    asked = SamplingParams(structured_outputs={"regex": "a+"}, max_tokens=30, ignore_eos=True)
+    (output,) = llm.generate("Once", asked, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+    assert set(output.outputs[0].text) == {"a"}
+
+
 def test_an_empty_text_may_be_all_there_is(llm):
     asked = SamplingParams(structured_outputs={"choice": [""]}, max_tokens=5)
     (output,) = llm.generate("Once", asked, use_tqdm=False)

@@ -61,6 +61,8 @@ class GrammarBackend(Protocol):
     """A library that enforces grammars, bound to one tokenizer. Safe to share among threads."""
 
     name: str
+    eos_token_ids: tuple[int, ...]
+    """The ids that end a text."""
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Raises `InvalidRequestError` for what is malformed, or cannot be enforced to the

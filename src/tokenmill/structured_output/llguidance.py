@@ -71,6 +71,7 @@ class LLGuidanceBackend:
                 "structured outputs need the package llguidance; install it, or choose another"
                 " backend with structured_outputs_config."
             ) from error
+        self.eos_token_ids = tuple(eos_token_ids)
         self._library = llguidance
         num_tokens = max(vocab_size, tokenizer.vocab_size)
         try:

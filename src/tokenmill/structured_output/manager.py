@@ -80,6 +80,7 @@ class StructuredOutputManager:
             grammar = RequestGrammar(
                 request,
                 self._compiler.compile(backend, params).make_matcher(),
+                eos_token_ids=backend.eos_token_ids,
                 enable_in_reasoning=config.enable_in_reasoning,
             )
             refused = grammar.accept(request.initial_output_ids)

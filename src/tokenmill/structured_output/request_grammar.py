@@ -63,12 +63,15 @@ class RequestGrammar:
         request: EngineCoreRequest,
         matcher: GrammarMatcher,
         *,
+        eos_token_ids: Sequence[int] = (),
         enable_in_reasoning: bool = False,
     ) -> None:
+        """`eos_token_ids` are those of the model."""
         params = request.sampling_params
         self.matcher = matcher
         self._reasoning = None if enable_in_reasoning else _reasoning_of(request)
         self._stop_ids = request.stop_token_ids
+        self._ignored_ends = tuple(eos_token_ids) if params.ignore_eos else ()
         self._end_ids = frozenset(
             (request.eos_token_id, *request.stop_token_ids, *request.min_tokens_mask_ids)
         )
@@ -173,6 +176,8 @@ class RequestGrammar:
                 words[:] = 0
                 _set(words, self._run[0])
             return
+        if self._ignored_ends and self.matcher.is_accepting():
+            _clear_unless_alone(words, self._ignored_ends)
         if self._stop_ids and self.matcher.is_accepting():
             for token_id in self._stop_ids:
                 _set(words, token_id)
@@ -187,3 +192,13 @@ class RequestGrammar:
 
 def _set(words: npt.NDArray[np.int32], token_id: int) -> None:
     words.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+
+
+def _clear_unless_alone(words: npt.NDArray[np.int32], token_ids: Sequence[int]) -> None:
+    """Forbid some tokens, if others are allowed."""
+    ends = np.zeros_like(words)
+    for token_id in token_ids:
+        _set(ends, token_id)
+    rest = words & ~ends
+    if rest.any():
+        words[:] = rest

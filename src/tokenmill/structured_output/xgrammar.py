@@ -75,6 +75,7 @@ class XGrammarBackend:
             vocab_size=vocab_size,
             stop_token_ids=list(eos_token_ids),
         )
+        self.eos_token_ids = tuple(eos_token_ids)
         self._library = xgrammar
         self._compiler = xgrammar.GrammarCompiler(
             self._info, max_threads=num_threads, cache_enabled=False

@@ -16,6 +16,7 @@ class SlowBackend:
     """Compiles when it is let."""
 
     name = "slow"
+    eos_token_ids = ()
 
     def __init__(self) -> None:
         self.compiled: list[str] = []

@@ -212,6 +212,17 @@ def test_stop_ids_are_allowed_where_the_text_may_end():
     assert masks(manager, plan_of("a"))["a"] == [sorted([1, EOS, *encode("b")])]
 
 
+def test_ignored_ends_are_masked_as_long_as_the_text_can_go_on():
+    manager = manager_of()
+    add(manager, request("a", "ab*", params={"ignore_eos": True}))
+    add(manager, request("b", "(ab)?", params={"ignore_eos": True}))
+    manager.advance("a", encode("a"), 0)
+    assert masks(manager, plan_of("a"))["a"] == [encode("b")]
+    assert EOS not in masks(manager, plan_of("b"))["b"][0]
+    assert manager.advance("b", encode("ab"), 0).is_terminated
+    assert masks(manager, plan_of("b"))["b"] == [[EOS]]
+
+
 def test_output_so_far_counts():
     manager = manager_of()
     add(manager, request("a", "a[bc]", initial_output_ids=encode("a")))
