@@ -33,20 +33,28 @@ class ReasoningFormat:
     end: str = "</think>"
     assumed_open: bool = False
     """An answer begins within the reasoning, even if neither it nor its prompt has the start."""
+    answer: tuple[str, str] | None = None
+    """Marks around what follows the reasoning, if the family has them."""
     is_harmony: bool = False
     """An answer is a sequence of messages, and its reasoning some of them."""
 
     @property
     def tokens(self) -> tuple[str, ...]:
         """Texts that a parser must get to see, though they may be special tokens."""
-        return _HARMONY_TOKENS if self.is_harmony else (self.start, self.end)
+        if self.is_harmony:
+            return _HARMONY_TOKENS
+        return (self.start, self.end, *(self.answer or ()))
 
 
 _HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _THINK = ReasoningFormat()
 _OPEN_THINK = ReasoningFormat(assumed_open=True)
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    "cohere_command3": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    "cohere_command3": ReasoningFormat(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
     "deepseek_r1": _OPEN_THINK,
     "deepseek_v3": _THINK,
     "glm45": _THINK,

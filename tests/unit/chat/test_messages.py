@@ -8,6 +8,7 @@ from collections import UserDict
 import pytest
 
 from helpers.chat_templates import CHATML, LLAMA_LIKE, MISTRAL_LIKE
+from tokenmill.entrypoints.chat.call_forms import CallForms, call_forms
 from tokenmill.entrypoints.chat.messages import normalise_messages, plain
 from tokenmill.entrypoints.chat.templates import ChatTemplate
 from tokenmill.errors import InvalidRequestError
@@ -199,20 +200,38 @@ JOINED = (
     "{% endfor %};{% endfor %}"
 )
 WRITTEN = JOINED.replace("+ call['function']['arguments'] +", "+ call.function.arguments|string +")
+OBJECTS_AS_TAGS = JOINED.replace(
+    "{{ '<call>' + call['function']['name'] + ' ' + call['function']['arguments'] + '</call>' }}",
+    "{% if call.function.arguments is mapping %}{% for k, v in call.function.arguments|items %}"
+    "<{{ k }}>{{ v }}{% endfor %}{% else %}{{ call.function.arguments }}{% endif %}",
+)
+TWICE = (
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}<a>{{ call.function|tojson }}"
+    "{% endfor %}{% if m.content is not none %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def rendered(source, messages):
+    template = ChatTemplate(source)
+    return template.render({"messages": normalise_messages(messages, template)})
 
 
 @pytest.mark.parametrize("source", [JOINED, WRITTEN])
 def test_arguments_are_text_for_templates_that_join_them_to_text(source):
-    template = ChatTemplate(source)
-    assert template.wants_text_arguments
-    texts = {
-        template.render({"messages": normalise_messages(variant, template)}) for variant in VARIANTS
-    }
-    assert len(texts) == 1
-    (text,) = texts
+    (text,) = {rendered(source, variant) for variant in VARIANTS}
     assert '<call>weather {"city": "Bern", "days": 2}</call>' in text
+    assert call_forms(source).text_arguments
 
 
-@pytest.mark.parametrize("source", [CHATML, LLAMA_LIKE, MISTRAL_LIKE, "x"])
-def test_arguments_are_objects_elsewhere(source):
-    assert not ChatTemplate(source).wants_text_arguments
+def test_calls_without_content_are_no_message_of_their_own():
+    (text,) = {rendered(TWICE, variant) for variant in VARIANTS}
+    assert "<assistant>" not in text
+    assert text.endswith("<tool>sunny")
+    assert "<assistant>Ok" in rendered(TWICE, history(content="Ok"))
+
+
+@pytest.mark.parametrize(
+    "source", [CHATML, LLAMA_LIKE, MISTRAL_LIKE, OBJECTS_AS_TAGS, "{{ messages[9].x }}", "x"]
+)
+def test_other_templates_get_objects_and_text(source):
+    assert call_forms(source) == CallForms(text_arguments=False, null_content=False)

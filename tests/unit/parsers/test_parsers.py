@@ -149,6 +149,18 @@ def test_b049_every_family_of_reasoning(name):
             assert message.parts == ("Yes.", "It is\n\nso.", [])
 
 
+def test_marks_around_the_answer_are_left_out():
+    answer = "<|START_RESPONSE|>Yes.<|END_RESPONSE|>"
+    for text, reasoning in (
+        (answer, ""),
+        (f"<|START_THINKING|>So.<|END_THINKING|>{answer}", "So."),
+        ("<|START_THINKING|>So.<|END_THINKING|>Yes.", "So."),
+    ):
+        for pieces in every_cut(text):
+            message = parse(pieces, reasoning="cohere_command3")
+            assert message.parts == ("Yes.", reasoning, [])
+
+
 def test_b049_reasoning_and_calls():
     text = THINK + 'Ok. <tool_call>{"name": "get_weather", "arguments": ' + PARIS + "}</tool_call>"
     for pieces in every_cut(text):

@@ -2,6 +2,7 @@
 
     render.py      `render_chat`: messages to text and ids, the one way for every entry point
     messages.py    checks messages and brings what means the same into one form
+    call_forms.py  what a template wants of messages with calls
     templates.py   compiles and renders chat templates
     sandbox.py     the environment they run in, and its limits
 

@@ -1,9 +1,9 @@
 """Messages as clients send them, checked and brought into one form.
 
 What means the same reads the same afterwards: `content` is always a string (parts of text are
-joined by line breaks; null, missing and empty are `""`), tool arguments are always objects (always
-text, for a template that needs it), absent tool calls are always absent, reasoning has all its
-names.
+joined by line breaks; null, missing and empty are `""`), tool arguments are always objects, absent
+tool calls are always absent, reasoning has all its names. Templates that need text or null instead
+get those (`call_forms.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenmill.entrypoints.chat.call_forms import call_forms
 from tokenmill.entrypoints.chat.templates import ChatTemplate
 from tokenmill.errors import InvalidRequestError
 
@@ -57,11 +58,21 @@ def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]
         raise _invalid(f"{where}.content", "is missing; it must be a string or a list of parts")
     normal = {"role": role, "content": _text(content, f"{where}.content"), **normal}
     normal |= _reasoning(normal, where, template)
-    if calls and template.wants_text_arguments:
+    return _with_calls(normal, calls, template) if calls else normal
+
+
+def _with_calls(
+    message: dict[str, Any], calls: list[dict[str, Any]], template: ChatTemplate
+) -> dict[str, Any]:
+    """A message and its calls in the form that the template takes."""
+    forms = call_forms(template.source)
+    if forms.text_arguments:
         for call in calls:
             arguments = call["function"]["arguments"]
             call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-    return {**normal, "tool_calls": calls} if calls else normal
+    if forms.null_content and not message["content"]:
+        message["content"] = None
+    return {**message, "tool_calls": calls}
 
 
 def _role(role: Any, where: str, template: ChatTemplate) -> str:

@@ -77,7 +77,7 @@ def render_chat(
     template = ChatTemplate(_template_source(tokenizer, chat_template, has_tools=bool(tools)))
     conversation = normalise_messages(messages, template)
     if continue_final_message:
-        conversation[-1]["content"] += _END_MARK
+        conversation[-1]["content"] = (conversation[-1]["content"] or "") + _END_MARK
     text = template.render(
         {
             **tokenizer.special_tokens,

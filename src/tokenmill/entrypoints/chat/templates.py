@@ -28,8 +28,6 @@ _RUNTIME_ERRORS = (
 )
 """What expressions of a template may raise: jinja's errors, and those of Python's operators."""
 
-_PROBE = "argument_of_a_probe"
-
 _sandbox = ChatSandbox()
 
 
@@ -50,13 +48,6 @@ class ChatTemplate:
     def mentions(self, word: str) -> bool:
         """Whether the word occurs in the source as a string, as names of roles do."""
         return f"'{word}'" in self.source or f'"{word}"' in self.source
-
-    @property
-    def wants_text_arguments(self) -> bool:
-        """Whether a call's arguments must be JSON as text: the template joins them to other text,
-        where most write an object out as JSON themselves.
-        """
-        return _wants_text_arguments(self.source)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text for these variables, which must be plain data (see `messages.plain`).
@@ -105,31 +96,6 @@ def read_template(setting: str | None) -> str | None:
 def is_source(text: str) -> bool:
     """Whether a text is a template: one without any tag would say the same to every message."""
     return "{{" in text or "{%" in text
-
-
-@lru_cache(maxsize=16)
-def _wants_text_arguments(source: str) -> bool:
-    """Seen by trying: a short conversation with a call, its arguments in either form."""
-    as_object, as_text = ({_PROBE: 1}, f'{{"{_PROBE}": 1}}')
-    return not _writes_json(source, as_object) and _writes_json(source, as_text)
-
-
-def _writes_json(source: str, arguments: Any) -> bool:
-    """Whether these arguments of a call read as JSON in the prompt, quoted once."""
-    function = {"name": "f", "arguments": arguments}
-    call = {"id": "abcdefghi", "type": "function", "function": function}
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "b", "tool_call_id": "abcdefghi", "name": "f"},
-    ]
-    tokens = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
-    variables = {"messages": messages, "tools": None, "add_generation_prompt": True}
-    try:
-        text = ChatTemplate(source).render({**tokens, **variables})
-    except ChatTemplateError:
-        return False
-    return f'"{_PROBE}"' in text
 
 
 @lru_cache(maxsize=16)

@@ -36,6 +36,10 @@ class ReasoningParser:
                 yield from reader.blanks()
             else:
                 self._answer(reader.recorded())
+        if self._form.answer is not None:
+            start, end = self._form.answer
+            if (yield from reader.literal(start)):
+                yield from reader.until(Marks([end]), self._answer)
         yield from reader.rest(self._answer)
 
 
