@@ -320,6 +320,27 @@ def test_reasoning_and_calls(server, stream):
     assert calls_of(choice) == [("get_weather", PARIS)]
 
 
+@BOTH
+def test_channels(stream):
+    thought = "<|channel|>analysis<|message|>Hm, well.<|end|>"
+    families = {"tool_call_parser": "openai"}
+    with serving(engine={"reasoning_parser": "openai_gptoss"}, **families) as server:
+        final = f"{thought}<|start|>assistant<|channel|>final<|message|>Yes."
+        (choice,), usage = ask(server, final, stream=stream)
+        assert choice.message["content"] == "Yes."
+        assert choice.message["reasoning"] == "Hm, well."
+        count = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert abs(count - len(tiny_tokenizer().encode("Hm, well."))) <= 2
+        call = (
+            f"{thought}<|start|>assistant<|channel|>commentary to=functions.get_weather "
+            f"<|constrain|>json<|message|>{PARIS}<|call|>"
+        )
+        (choice,), usage = ask(server, call, stream=stream, tools=TOOLS)
+        assert calls_of(choice) == [("get_weather", PARIS)]
+        assert choice.message["content"] is None
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+
+
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_one_name_for_reasoning(name):
     with serving(engine={"reasoning_parser": "qwen3"}, reasoning_field=name) as server:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import msgspec
+
 from tokenmill.config.serve_args import NO_PARSER, ServeArgs
 from tokenmill.entrypoints.chat.render import TOOL_TEMPLATE
+from tokenmill.entrypoints.parsers import harmony
 from tokenmill.entrypoints.parsers.registry import (
     TOOL_FORMATS,
     check_tool_parser,
@@ -16,6 +19,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.tokenizer.reasoning import (
     ReasoningMarkers,
     check_reasoning_parser,
+    reasoning_format,
     reasoning_markers,
     resolve_reasoning_parser,
 )
@@ -41,7 +45,7 @@ class AnswerSettings:
     reasoning_parser: str | None
     """Name of the family whose reasoning is split off; None for no reasoning."""
     markers: ReasoningMarkers | None
-    """Its marks as token ids."""
+    """Marks as token ids, between which tokens of reasoning are counted."""
     reasoning_fields: tuple[str, ...]
     """Names under which messages have the reasoning."""
 
@@ -74,9 +78,19 @@ def answer_settings(
         tool_parser=tool_parser,
         auto_tools=tool_parser is not None and args.enable_auto_tool_choice is not False,
         reasoning_parser=reasoning,
-        markers=None if reasoning is None else reasoning_markers(tokenizer, reasoning),
+        markers=None if reasoning is None else _counted_between(tokenizer, reasoning),
         reasoning_fields=_REASONING_FIELDS[args.reasoning_field],
     )
+
+
+def _counted_between(tokenizer: Tokenizer, reasoning: str) -> ReasoningMarkers:
+    """The marks between which tokens of reasoning are counted."""
+    markers = reasoning_markers(tokenizer, reasoning)
+    if not reasoning_format(reasoning).is_harmony:
+        return markers
+    # A message of reasoning ends before the one with the answer begins, or one with a call.
+    end_ids = tokenizer.encode(harmony.END, add_special_tokens=False)
+    return msgspec.structs.replace(markers, end_ids=tuple(end_ids))
 
 
 def _tool_parser(args: ServeArgs, tokenizer: Tokenizer, chat_template: str | None) -> str | None:
