@@ -15,6 +15,7 @@ from tokenmill.checkpoint.names import resolve_model
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.kernels import native
 from tokenmill.models.loader import load_model
+from tokenmill.tokenizer.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +26,23 @@ NEAR = 1e-3
 def prompts() -> list[str]:
     """A few short ones, and one longer than the window of 512."""
     return [*varied_prompts()[::7], long_prompt(3000)]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("double  spaces", [2, 7902, 138, 35220]),
+        ("  lead", [2, 138, 40227]),
+        ("don't  stop\r\n", [2, 13246, 236789, 236745, 138, 11412, 251, 107]),
+        ("x = 1\n    y", [2, 236781, 578, 236743, 236770, 107, 140, 236762]),
+        ("π 人工智能 🎉🎉 <h1>", [2, 237161, 23253, 237496, 33455, 204906, 242061, 236743, 184]),
+    ],
+)
+def test_ids_equal_those_of_llama_cpp(text: str, ids: list[int]) -> None:
+    tokenizer_data = open_checkpoint(resolve_model("gemma3-270m")).tokenizer_data
+    tokenizer = load_tokenizer(tokenizer_data)
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 @torch.inference_mode()

@@ -165,6 +165,13 @@ def _sentencepiece(table: _Table) -> tokenizers.Tokenizer:
     backend.decoder = decoders.Sequence(
         [*steps, decoders.Strip(" ", 1, 0)] if adds_space else steps
     )
+    if not adds_space:
+        # SentencePiece takes runs of spaces that its user has defined (Gemma's) out of a text
+        # before it merges anything. They are spelled so only once the text is normalised.
+        runs = [SPACE * len(t) for t in table.of_type(USER_DEFINED) if not t.strip(f" {SPACE}")]
+        backend.add_tokens(
+            [tokenizers.AddedToken(run, special=False, normalized=True) for run in runs]
+        )
     _surround(backend, table, adds_bos=True)
     return backend
 
@@ -199,6 +206,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, table: _Table) -> None:
     """
     special = table.of_type(CONTROL, UNKNOWN)
     plain = table.of_type(USER_DEFINED)
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens(
         [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
     )
@@ -206,7 +214,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, table: _Table) -> None:
         [
             tokenizers.AddedToken(token, special=False, normalized=False)
             for token in plain
-            if backend.token_to_id(token) is not None
+            if backend.token_to_id(token) is not None and token not in known
         ]
     )
 

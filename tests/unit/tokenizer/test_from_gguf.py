@@ -122,6 +122,22 @@ def test_no_space_is_added_where_the_file_says_so():
     assert tokenizer.decode_token(tokenizer.encode("hello")[0])[0] == "h"
 
 
+@pytest.mark.parametrize("spelled", [" ", "\u2581"])
+def test_runs_of_spaces_that_are_defined_come_before_merges(spelled):
+    """Gemma's files; their scores put them behind pieces that begin with a space."""
+    tables = gguf_of_sentencepiece(add_space_prefix=False, add_bos_token=False)
+    first = len(tables["tokenizer.ggml.tokens"])
+    more = {"tokens": [spelled * 5, spelled * 9], "scores": [-1000.0] * 2, "token_type": [4] * 2}
+    for key, values in more.items():
+        tables[f"tokenizer.ggml.{key}"] = [*tables[f"tokenizer.ggml.{key}"], *values]
+    tokenizer = tokenizer_from_gguf(tables)
+    there = tokenizer.encode("there")
+    for count, token_id in ((5, first), (9, first + 1)):
+        text = " " * count + "there"
+        assert tokenizer.encode(text) == [token_id, *there]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_types_of_tokens():
     byte_level = byte_level_tokenizer()
     assert byte_level.special_token_ids == {0, 1, 2}
