@@ -10,7 +10,8 @@ import signal
 
 import pytest
 
-from helpers.served import Collected, add_delta, serve_args
+from helpers.served import Collected, add_delta, collect, prompt_of, serve_args, serving
+from helpers.served_core import expected_ids
 from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.errors import InvalidRequestError
 from tokenmill.sampling_params import SamplingParams
@@ -73,5 +74,26 @@ def test_streams_end_as_if_nothing_had_happened():
             expected.num_items = got.num_items
             assert got == expected, f"stream {number}"
             assert got.error is None
+
+    asyncio.run(main())
+
+
+def test_a_grammar_that_takes_the_core_with_it_ends_alone():
+    """Whatever a native library does: its request is found out, and the others go on."""
+
+    async def main() -> None:
+        async with serving(factory="deadly_grammars") as llm:
+            deadly = SamplingParams(structured_outputs={"regex": "deadly"}, max_tokens=8)
+            formed = SamplingParams(structured_outputs={"regex": "fine"}, max_tokens=40)
+            tasks = [asyncio.create_task(collect(llm, prompt_of(i), formed)) for i in range(4)]
+            tasks.append(asyncio.create_task(collect(llm, prompt_of(9), deadly)))
+            *others, guilty = await asyncio.gather(*tasks)
+            assert guilty.finish_reason == "error"
+            assert "died twice" in guilty.error
+            for i, got in enumerate(others):
+                assert got.token_ids == expected_ids(prompt_of(i), 40)
+            stats = await llm.stats()
+            assert 1 <= stats.num_restarts <= 3
+            assert (await collect(llm, prompt_of(7), formed)).finish_reason == "length"
 
     asyncio.run(main())

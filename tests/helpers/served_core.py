@@ -22,6 +22,8 @@ from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.core.scheduler import Scheduler
 from tokenmill.engine.core import EngineCore
 from tokenmill.errors import ConfigError
+from tokenmill.structured_output.manager import StructuredOutputManager
+from tokenmill.structured_outputs import StructuredOutputsParams
 
 STEP_SECONDS = "TOKENMILL_TEST_STEP_SECONDS"
 """Environment variable: how long a step of the fake device takes."""
@@ -113,7 +115,68 @@ def small_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) ->
     return _on_fake_device(config, SMALL_POOL_BLOCKS)
 
 
-def _on_fake_device(config: EngineConfig, num_blocks: int) -> EngineCore:
+def deadly_grammars(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
+    """A core whose grammar library takes the process with it for the regex `deadly`."""
+    return _on_fake_device(config, config.cache.num_blocks, _manager(config))
+
+
+class _DeadlyBackend:
+    """Compiles anything to a grammar that allows every token."""
+
+    name = "deadly"
+    eos_token_ids = (2,)
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def compile(self, params: StructuredOutputsParams) -> _DeadlyBackend:
+        time.sleep(0.05)
+        if params.source == "deadly":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self
+
+    def make_matcher(self) -> _Anything:
+        return _Anything()
+
+    def fill_bitmasks(self, matchers: object, bitmask: Any) -> None:
+        bitmask[:] = -1
+
+
+class _Anything:
+    """A matcher of any text."""
+
+    def accept(self, token_ids: object) -> bool:
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """There is no state."""
+
+    def count_valid(self, token_ids: list[int]) -> int:
+        return len(token_ids)
+
+    def is_accepting(self) -> bool:
+        return True
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def error(self) -> str:
+        return ""
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
+
+def _manager(config: EngineConfig) -> StructuredOutputManager:
+    vocab_size = config.model.vocab_size
+    return StructuredOutputManager(
+        config.structured_outputs, lambda: _DeadlyBackend(vocab_size), vocab_size=vocab_size
+    )
+
+
+def _on_fake_device(
+    config: EngineConfig, num_blocks: int, grammars: StructuredOutputManager | None = None
+) -> EngineCore:
     kv_cache_config = create_kv_cache_config(num_blocks, config.cache.block_size)
     scheduler = Scheduler(
         config.scheduler,
@@ -121,6 +184,7 @@ def _on_fake_device(config: EngineConfig, num_blocks: int) -> EngineCore:
         vocab_size=config.model.vocab_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         verify_prefix_hits=True,
+        grammars=grammars,
     )
     device = FakeExecutor(
         block_size=config.cache.block_size,
@@ -132,6 +196,7 @@ def _on_fake_device(config: EngineConfig, num_blocks: int) -> EngineCore:
         scheduler,
         FaultyExecutor(device, step_seconds),
         config.scheduler.max_steps_in_flight,
+        grammars,
     )
 
 

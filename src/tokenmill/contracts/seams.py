@@ -71,6 +71,10 @@ class GrammarManager(Protocol):
         """Whether the request may start; a request that is not in here may."""
         ...
 
+    def compiling(self) -> list[str]:
+        """Requests that are not ready yet, in their order."""
+        ...
+
     def take_failures(self) -> list[tuple[str, InvalidRequestError]]:
         """Requests whose grammar cannot be had, each told once; they never become ready."""
         ...
@@ -126,6 +130,9 @@ class NoGrammars:
 
     def is_ready(self, request_id: str) -> bool:
         return True
+
+    def compiling(self) -> list[str]:
+        return []
 
     def take_failures(self) -> list[tuple[str, InvalidRequestError]]:
         return []

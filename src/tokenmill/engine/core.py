@@ -83,6 +83,10 @@ class EngineCore:
         """Whether another `step` is needed."""
         return bool(self._in_flight) or self.scheduler.has_requests()
 
+    def requests_in_preparation(self) -> list[str]:
+        """Requests whose grammar is being compiled: what breaks meanwhile may be their doing."""
+        return self._grammars.compiling()
+
     def take_refusals(self) -> list[tuple[str, InvalidRequestError]]:
         """Requests that were queued and then found to be wrong: their grammar cannot be had. They
         are out of the engine, and each is told once.

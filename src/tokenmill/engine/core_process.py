@@ -115,6 +115,7 @@ class CoreLoop:
                 return False
             self._handle(message)
             message = self._channel.receive(0)
+        self._page.prepare(self._core.requests_in_preparation())
         if not self._core.has_requests():
             # An abort, say, has changed the state without a step.
             self._send_news(self._core.scheduler.take_outputs())

@@ -58,6 +58,7 @@ class _Sequence:
         )
         self.logprobs = LogprobsProcessor(tokenizer, params)
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self._has_form = params.structured_outputs is not None
         self._end_ids = frozenset((request.eos_token_id, *request.stop_token_ids))
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -100,8 +101,9 @@ class _Sequence:
         """Whether the last token only says that the text has ended; a text that has the form it was
         to have ends with its own last token.
         """
-        last = output.new_token_ids[-1] if output.new_token_ids else None
-        return output.finish_reason is FinishReason.STOP and last in self._end_ids
+        if output.finish_reason is not FinishReason.STOP:
+            return False
+        return not self._has_form or output.new_token_ids[-1] in self._end_ids
 
     def taken_up(self, request: EngineCoreRequest) -> EngineCoreRequest:
         """The request as another core is to take it up: going on after the tokens so far, and

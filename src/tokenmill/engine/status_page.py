@@ -10,7 +10,8 @@ one side only.
     word 3   number of slots
     word 4   words in a slot
 
-    slot     what may be under way at one time: a step, or (slot 0) a request being queued
+    slot     what may be under way at one time: a step, or (slot 0) a request being queued, and
+             requests whose grammar is being compiled
              word 0   1 while it is under way
              word 1   bytes of ids that follow
              ids      separated by line feeds
@@ -31,6 +32,8 @@ _SLOT_HEADER_WORDS = 2
 _WORD = 8
 _ID_BYTES = 40
 """Room for one id and its line feed: an engine's ids have less than 32 characters."""
+_MAX_PREPARED = 8
+"""Requests that are told while they are prepared."""
 _NANOSECONDS = 1e9
 
 
@@ -48,7 +51,8 @@ class StatusPage:
     @classmethod
     def create(cls, *, max_steps_in_flight: int, max_num_seqs: int) -> StatusPage:
         """A fresh page with room for so many steps of so many requests."""
-        slot_words = _SLOT_HEADER_WORDS + -(-max_num_seqs * _ID_BYTES // _WORD)
+        num_ids = max(max_num_seqs, _MAX_PREPARED)
+        slot_words = _SLOT_HEADER_WORDS + -(-num_ids * _ID_BYTES // _WORD)
         num_slots = 1 + max_steps_in_flight
         fd = _anonymous_file((_HEADER_WORDS + num_slots * slot_words) * _WORD)
         page = cls(fd)
@@ -88,6 +92,13 @@ class StatusPage:
         """The requests that came are queued."""
         self._words[_HEADER_WORDS] = 0
 
+    def prepare(self, request_ids: list[str]) -> None:
+        """These are being made ready to start, beside the core's loop; nobody is, if empty."""
+        if request_ids:
+            self._begin(_HEADER_WORDS, request_ids[:_MAX_PREPARED])
+        else:
+            self.end_intake()
+
     # ---- the front end's side ---------------------------------------------------------------
 
     def beat_front_end(self) -> None:
@@ -109,7 +120,7 @@ class StatusPage:
         return self._words[_TURNS]
 
     def under_way(self) -> list[str]:
-        """Ids of the requests in steps under way, and of one that was being queued."""
+        """Ids of the requests in steps under way, and of those being queued or prepared."""
         found: list[str] = []
         for index in range(self._words[_NUM_SLOTS]):
             slot = self._slot(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.seams import GrammarManager
@@ -55,6 +56,7 @@ def build_grammars(
             num_threads=config.num_threads,
         )
 
-    return StructuredOutputManager(
-        config.structured_outputs, make_backend, vocab_size=config.model.vocab_size
-    )
+    settings = config.structured_outputs
+    if config.logits_processors:  # they are to see every token before it is chosen
+        settings = replace(settings, enable_forced_tokens=False)
+    return StructuredOutputManager(settings, make_backend, vocab_size=config.model.vocab_size)

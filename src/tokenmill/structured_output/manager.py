@@ -106,6 +106,10 @@ class StructuredOutputManager:
         entry = self._entries.get(request_id)
         return entry is None or entry.grammar is not None
 
+    def compiling(self) -> list[str]:
+        """Requests whose grammar is not ready yet, in their order."""
+        return list(self._unready)
+
     def take_failures(self) -> list[tuple[str, InvalidRequestError]]:
         """Requests whose grammar could not be compiled, and why; each once."""
         failures = []

@@ -43,6 +43,9 @@ class ScriptedGrammars:
     def is_ready(self, request_id):
         return request_id not in self.slow
 
+    def compiling(self):
+        return list(self.slow)
+
     def take_failures(self):
         failures, self.failures = self.failures, []
         return failures

@@ -283,3 +283,19 @@ def test_times_of_n_sequences_span_all_of_them(tokenizer: Tokenizer) -> None:
     assert metrics.first_token_time is not None
     assert metrics.last_token_time is not None
     assert metrics.first_token_time < metrics.last_token_time
+
+
+@pytest.mark.parametrize("ends_by_token", [False, True])
+def test_a_text_that_is_complete_keeps_its_last_token(
+    tokenizer: Tokenizer, ends_by_token: bool
+) -> None:
+    """It ended since nothing could follow; an end token, if there is one, has no text as ever."""
+    processor = OutputProcessor(tokenizer)
+    asked = source(structured_outputs={"choice": ["dog"]}, skip_special_tokens=False)
+    for child in asked.children:
+        child.eos_token_id = EOS
+    processor.add_request(asked)
+    ids = [*tokenizer.encode("dog"), *([EOS] if ends_by_token else [])]
+    outputs, _ = run(processor, ids, FinishReason.STOP)
+    assert outputs[-1].outputs[0].text == "dog"
+    assert outputs[-1].outputs[0].token_ids == ids

@@ -22,8 +22,10 @@ from helpers.grammar_walk import (
     walk_tokenizer,
 )
 from helpers.schemas import all_cases, load, validator
+from helpers.tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from tokenmill.errors import InvalidRequestError
 from tokenmill.structured_output.compiler import GrammarCompiler
+from tokenmill.structured_output.llguidance import LLGuidanceBackend
 from tokenmill.structured_outputs import StructuredOutputsParams
 
 TRICKY_CHOICES = [
@@ -346,6 +348,29 @@ def test_masks_of_many_rows_are_those_of_each_alone():
         alone = np.zeros((1, num_words), np.int32)
         backend.fill_bitmasks([grammar.matcher], alone)
         assert (alone[0] == row).all()
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_tokenizer])
+def test_any_tokenizer_of_bytes(make):
+    """Each token has the bytes that we decode it to, and texts come out as they were meant."""
+    tokenizer = make()
+    backend = LLGuidanceBackend(
+        tokenizer, vocab_size=tokenizer.vocab_size + 5, eos_token_ids=[2], num_threads=1
+    )
+    for token_id in set(range(tokenizer.vocab_size)) - tokenizer.special_token_ids:
+        if tokenizer.token_bytes(token_id) != b"\xff":  # no text has it
+            assert backend._tokenizer.decode_bytes([token_id]) == tokenizer.token_bytes(token_id)
+    text = "The quick brown fox, Größe 🎉!"
+    matcher = backend.compile(form(choice=[text])).make_matcher()
+    ids = []
+    while not matcher.is_terminated():
+        bitmask = np.zeros((1, -(-(tokenizer.vocab_size + 5) // 32)), np.int32)
+        backend.fill_bitmasks([matcher], bitmask)
+        bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
+        choices = (matcher.forced_tokens() or np.flatnonzero(bits).tolist())[:1]
+        assert matcher.accept(choices)
+        ids += choices
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
 
 
 # ---- what is malformed, deep or wild ------------------------------------------------------------

@@ -69,9 +69,11 @@ def test_a_request_is_ready_once_its_grammar_is_compiled():
     manager.add(request("a"))
     assert not manager.is_ready("a")
     assert manager.is_ready("nobody")
+    assert manager.compiling() == ["a"]
     manager.wait("a")
     assert manager.take_failures() == []
     assert manager.is_ready("a")
+    assert manager.compiling() == []
     manager.remove("a")
     manager.remove("a")
 

@@ -174,6 +174,29 @@ def test_drafts_are_mirrored():
     assert device.fill(batch, batch.shape).input_ids.tolist() == [7, 21, 22]
 
 
+@pytest.mark.parametrize("drafts", [[], [31, 32]])
+def test_tokens_that_nobody_sampled_are_mirrored(drafts):
+    """Those that a grammar forces stand behind the known ones, and drafts behind them."""
+    host, device = make_inputs()
+    plan = step_plan([1, 2], [3, 2], [True, True])
+    plan.scheduled_new_reqs = [enter(1, [4, 5, 6], 3), enter(2, [8, 9], 9)]
+    for inputs in (host, device):
+        inputs.update(plan)
+    write(host, device, check_equal(host, device, plan), [7, 10])
+    plan = step_plan([2, 1], [1, 4 + len(drafts)], [True, True])
+    plan.num_logits = [1, 1 + len(drafts)]
+    plan.draft_token_ids = {"r1": drafts} if drafts else {}
+    plan.scheduled_cached_reqs.rows.append(1)
+    plan.scheduled_cached_reqs.new_block_ids.append(([9, 10], [8, 11]))
+    plan.scheduled_cached_reqs.appended_rows.append(1)
+    plan.scheduled_cached_reqs.appended_token_ids.append([21, 22, 23])
+    for inputs in (host, device):
+        inputs.update(plan)
+    batch = check_equal(host, device, plan)
+    assert device.fill(batch, batch.shape).input_ids.tolist() == [10, 7, 21, 22, 23, *drafts]
+    assert batch.num_sampled.tolist() == [1, 1 + len(drafts)]
+
+
 def test_only_some_samples_are_kept():
     _, device = make_inputs()
     plan = step_plan([0], [2], [True], scheduled_new_reqs=[enter(0, [4, 5], 3)])
