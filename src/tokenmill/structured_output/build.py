@@ -57,6 +57,6 @@ def build_grammars(
         )
 
     settings = config.structured_outputs
-    if config.logits_processors:  # they are to see every token before it is chosen
+    if config.sampling.logits_processors:  # they are to see every token before it is chosen
         settings = replace(settings, enable_forced_tokens=False)
     return StructuredOutputManager(settings, make_backend, vocab_size=config.model.vocab_size)
