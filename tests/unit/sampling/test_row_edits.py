@@ -171,9 +171,27 @@ def test_extreme_penalties_stay_finite():
 # ---- rows come and go ----------------------------------------------------------------------------
 
 
+class Shy(LogitsProcessor):
+    """A custom processor: what prompt and output have in common becomes less likely."""
+
+    def for_request(self, params):
+        if params.extra_args is None:
+            return None
+
+        def edit(prompt_ids, output_ids, logits):
+            common = sorted(set(prompt_ids.tolist()) & set(output_ids.tolist()))
+            logits[common] -= params.extra_args["by"]
+
+        return edit
+
+
+def table_of(num_rows):
+    return RowSamplingParams(num_rows, VOCAB_SIZE, [Shy(ProcessorContext(VOCAB_SIZE, 8, "cpu"))])
+
+
 def single(request, logits, position):
     """What the request gets with nobody beside it."""
-    alone = RowSamplingParams(1, VOCAB_SIZE)
+    alone = table_of(1)
     alone.set_row(0, request)
     tokens = torch.tensor([request.token_ids[:position]], dtype=torch.int32)
     metadata = alone.gather(
@@ -192,7 +210,7 @@ def test_any_company_gives_the_bits_of_each_alone(seed):
     """Requests enter and leave rows at random; steps sample some of them, in any order."""
     rng = np.random.default_rng(seed)
     num_rows, max_len = 8, 64
-    table = RowSamplingParams(num_rows, VOCAB_SIZE)
+    table = table_of(num_rows)
     token_ids = np.zeros((num_rows, max_len), np.int32)
     num_prompt = np.zeros(num_rows, np.int64)
     requests = {}
@@ -209,6 +227,7 @@ def test_any_company_gives_the_bits_of_each_alone(seed):
                     token_ids=tokens,
                     num_prompt_tokens=int(rng.integers(1, len(tokens) + 1)),
                     logprobs=int(rng.integers(4)) if rng.random() < 0.5 else None,
+                    extra_args={"by": 2.5} if rng.random() < 0.3 else None,
                     **wishes(rng),
                 )
                 table.set_row(row, requests[row])
