@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from tokenmill.entrypoints.llm import LLM
     from tokenmill.errors import TokenmillError
     from tokenmill.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
+    from tokenmill.pooling_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from tokenmill.pooling_params import PoolingParams
     from tokenmill.repetition import RepetitionDetectionParams
     from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
@@ -37,6 +44,11 @@ _HOME = {
     "CompletionOutput": "tokenmill.outputs",
     "FlatLogprobs": "tokenmill.outputs",
     "Logprob": "tokenmill.outputs",
+    "PoolingParams": "tokenmill.pooling_params",
+    "PoolingRequestOutput": "tokenmill.pooling_outputs",
+    "EmbeddingRequestOutput": "tokenmill.pooling_outputs",
+    "ClassificationRequestOutput": "tokenmill.pooling_outputs",
+    "ScoringRequestOutput": "tokenmill.pooling_outputs",
     "LogitsProcessor": "tokenmill.contracts.logits_processor",
     "ProcessorContext": "tokenmill.contracts.logits_processor",
     "RepetitionDetectionParams": "tokenmill.repetition",
@@ -46,17 +58,22 @@ _HOME = {
 __all__ = [
     "LLM",
     "BeamSearchParams",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "FlatLogprobs",
     "LLMEngine",
     "LogitsProcessor",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "ProcessorContext",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "TokenmillError",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Self, overload
+from typing import Any, Self, overload
 
 
 @dataclass(slots=True)
@@ -164,3 +164,6 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
+    pooled: Any = None
+    """float32 [size], or [num_prompt_tokens, size]: the result of a pooling request, as an array of
+    numpy; there are no tokens then."""

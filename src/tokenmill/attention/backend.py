@@ -33,6 +33,8 @@ class AttentionSpec:
     logits_soft_cap: float | None = None
     kv_dtype: str | None = None
     """Of the cache, where it is not `dtype`."""
+    causal: bool = True
+    """Whether a query sees only keys up to its own; else all of its request."""
     has_sinks: bool = False
     """Whether each head has a logit without a value of its own in its softmax."""
     device: str = "cpu"

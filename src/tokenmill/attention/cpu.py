@@ -87,6 +87,7 @@ def _shape(spec: AttentionSpec) -> PagedAttentionShape:
         scale=spec.scale,
         logits_soft_cap=spec.logits_soft_cap,
         sliding_window=spec.sliding_window,
+        causal=spec.causal,
     )
 
 
@@ -99,7 +100,7 @@ class CpuMetadataBuilder:
         self._plan = AttentionPlan()
 
     def build(self, common: CommonAttentionMetadata) -> CpuMetadata:
-        assert common.causal, "the native kernels attend to earlier tokens only"
+        assert common.causal == self._shape.causal, "a plan is made for one kind of attention"
         self._plan.build(
             self._shape,
             common.query_start_loc,

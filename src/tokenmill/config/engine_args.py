@@ -25,6 +25,14 @@ class EngineArgs:
     """Branch, tag or commit of a hub id."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """Values that replace those of the model's config.json, as JSON on the command line."""
+    runner: str = "auto"
+    """generate (tokens), pooling (vectors and scores), or auto: by the model's architecture and
+    files (see docs/pooling.md)."""
+    convert: str = "auto"
+    """What a model is made into: embed (vectors), classify (scores), none, or auto."""
+    pooler_config: dict[str, Any] = field(default_factory=dict)
+    """How a pooling model pools, in place of what its files say, as JSON on the command line:
+    pooling_type (last, cls or mean) and use_activation."""
     load_format: str = "auto"
     """auto (the model's weights) or dummy: random ones, drawn from the engine's seed, so that a
     directory with a config.json is enough."""

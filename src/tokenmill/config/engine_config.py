@@ -13,6 +13,35 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """How hidden states become vectors or scores."""
+
+    tasks: tuple[str, ...]
+    """Of `pooling_params.POOLING_TASKS`, what the model can do; the first is what it is for."""
+    pooling_type: str
+    """`last`, `cls` or `mean`: which hidden states stand for the prompt."""
+    is_causal: bool
+    """Whether a token sees those before it only."""
+    use_activation: bool
+    """Unless a request says otherwise."""
+    activation: str
+    """`normalize` of embeddings; `sigmoid`, `softmax` or `identity` of scores."""
+    size: int
+    """Values of a result: of the hidden states, or classes."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes."""
+    is_matryoshka: bool = False
+    """Whether the first values of an embedding are one as well."""
+    matryoshka_dimensions: tuple[int, ...] = ()
+    """How many of them; empty is any number."""
+
+    @property
+    def embeds(self) -> bool:
+        """Whether results are embeddings; else they are scores."""
+        return "embed" in self.tasks
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The model, as far as the engine needs to know it."""
 
@@ -30,6 +59,8 @@ class ModelConfig:
     max_model_len: int
     vocab_size: int
     """Width of the logits."""
+    pooling: PoolingConfig | None = None
+    """None for a model that generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +147,7 @@ class EngineConfig:
     attention_backend: str
     """Name of the backend, or `auto`: selection knows the machine and says why."""
     kernels: str
-    """`amx`, `avx512`, `triton`, or `reference` for those of torch."""
+    """`amx`, `avx512`, `avx2`, `triton`, or `reference` for those of torch."""
     graphs: str
     """`replay`, `check` (replay and compare) or `off`."""
     num_threads: int

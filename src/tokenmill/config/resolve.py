@@ -29,6 +29,7 @@ from tokenmill.config.engine_config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    PoolingConfig,
     Reason,
     SamplingConfig,
     SchedulerConfig,
@@ -37,6 +38,7 @@ from tokenmill.config.kv_pool import PoolSize, size_pool
 from tokenmill.config.machine import Machine
 from tokenmill.config.memory import StepShape, Weights, empty_ledger, kv_bytes_per_token
 from tokenmill.config.parameters import ModelParameters, at_least, one_of, read_parameters
+from tokenmill.config.pooling import resolve_pooling
 from tokenmill.config.quantization import choose_quantization
 from tokenmill.config.structured_outputs import read_structured_outputs_config
 from tokenmill.errors import ConfigError, did_you_mean
@@ -84,7 +86,7 @@ def resolve(
     """
     choices = _Choices()
     hf_config = apply_overrides(config, args.hf_overrides)
-    parameters = read_parameters(hf_config)
+    pooling, parameters, args = _pooling(args, hf_config, path)
     device = _device(args, machine, choices)
     defaults = DEFAULTS[device]
     dtype = _dtype(args, device, choices)
@@ -110,7 +112,7 @@ def resolve(
     )
     max_model_len = _what_fits(max_model_len, pool, choices)
     return EngineConfig(
-        model=_model(args, path, hf_config, parameters, dtype, max_model_len),
+        model=_model(args, path, hf_config, parameters, dtype, max_model_len, pooling),
         cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching, kv_dtype),
         scheduler=_scheduler(args, step.max_num_seqs, budget, max_model_len, defaults),
         device=device,
@@ -128,6 +130,15 @@ def resolve(
         structured_outputs=read_structured_outputs_config(args.structured_outputs_config),
         reasons=tuple(choices.reasons),
     )
+
+
+def _pooling(
+    args: EngineArgs, hf_config: Mapping[str, Any], path: str
+) -> tuple[PoolingConfig | None, ModelParameters, EngineArgs]:
+    """How the model pools, if it does; its sizes; and the settings that follow."""
+    parameters = read_parameters(hf_config)
+    pooling, args = resolve_pooling(args, hf_config, parameters, path)
+    return pooling, parameters, args
 
 
 def _sampling(args: EngineArgs) -> SamplingConfig:
@@ -244,6 +255,7 @@ def _model(
     parameters: ModelParameters,
     dtype: str,
     max_model_len: int,
+    pooling: PoolingConfig | None,
 ) -> ModelConfig:
     return ModelConfig(
         name=args.model,
@@ -253,6 +265,7 @@ def _model(
         dtype=dtype,
         max_model_len=max_model_len,
         vocab_size=parameters.vocab_size,
+        pooling=pooling,
     )
 
 

@@ -20,6 +20,7 @@ from tokenmill.contracts.request import (
     AdapterRef,
     EngineCoreRequest,
     MultiModalFeature,
+    PoolingRequest,
     TokenRules,
 )
 from tokenmill.sampling_params import SamplingParams
@@ -47,6 +48,8 @@ class NewRequestData:
     adapter: AdapterRef | None = None
     mm_features: list[MultiModalFeature] = field(default_factory=list)
     token_rules: TokenRules | None = None
+    pooling: PoolingRequest | None = None
+    """Set where the hidden states of the prompt are wanted, and no token."""
 
     @classmethod
     def from_request(
@@ -71,6 +74,7 @@ class NewRequestData:
             adapter=request.adapter,
             mm_features=request.mm_features,
             token_rules=request.token_rules,
+            pooling=request.pooling,
         )
 
 

@@ -64,6 +64,19 @@ class TokenRules(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
     """The marks that `thinking_token_budget` goes by."""
 
 
+class PoolingRequest(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """What a pooling model is to make of a prompt; nothing is left open."""
+
+    task: str
+    """One of `pooling_params.POOLING_TASKS`."""
+    use_activation: bool
+    """Whether vectors are normalised, and scores go through the model's activation."""
+    dimensions: int | None = None
+    """Values of an embedding to keep; None keeps all."""
+    second_text_start: int | None = None
+    """Place of the first token of a pair's second text; None for a text alone."""
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A validated request. Nothing in it can be refused any more for what the user wrote."""
 
@@ -97,6 +110,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     adapter: AdapterRef | None = None
     kv_transfer_params: dict[str, Any] = {}
     token_rules: TokenRules | None = None
+    pooling: PoolingRequest | None = None
+    """Set for a request that ends at its prompt, with a vector in place of tokens."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -128,6 +143,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_cached_tokens: int = 0
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
+    pooled: TensorData | None = None
+    """float32, the result of a pooling request; it has finished."""
 
     @property
     def finished(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenmill.contracts.request import TokenLogprobs
+from tokenmill.contracts.request import TensorData, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -21,6 +21,8 @@ class ModelRunnerOutput:
     """Per request that asked for it: one entry per prompt token that this step's logits predict."""
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     """Proposals for the next step, where there are any."""
+    pooled: dict[str, TensorData] = field(default_factory=dict)
+    """float32 results of the pooling requests whose prompt this step has completed."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed, alone, with the reason; they have no tokens. A row that has failed
     fails in every step until it is freed: with two plans in flight the next one names it again."""

@@ -39,6 +39,8 @@ class FitsContext:
 
     def check(self, request: EngineCoreRequest) -> None:
         num_tokens = _num_tokens(request)
+        if request.pooling is not None and num_tokens == self.max_model_len:
+            return  # nothing follows
         if num_tokens >= self.max_model_len:
             raise ContextLengthExceededError(
                 f"prompt has {num_tokens} tokens, which leaves no room for output:"

@@ -73,6 +73,7 @@ class Request:
         "draft_token_ids",
         "first_scheduled_time",
         "holds_for_forced",
+        "is_pooling",
         "is_structured",
         "max_tokens",
         "min_tokens",
@@ -102,7 +103,11 @@ class Request:
         self.sort_key = (data.priority, data.arrival_time, data.request_id)
         """Rank under the priority policy; the smallest is first."""
         self.num_prompt_tokens = len(data.prompt_token_ids)
+        self.is_pooling = data.pooling is not None
+        """Whether it ends at its prompt."""
         self.max_tokens = min(data.max_tokens, max_total_tokens - self.num_prompt_tokens)
+        if self.is_pooling:
+            self.max_tokens = 1  # it never comes; a prompt may fill the whole context
         self.min_tokens = min(data.sampling_params.min_tokens, self.max_tokens)
         self.stop_token_ids = frozenset(data.stop_token_ids)
         self.repetition_detection = data.sampling_params.repetition_detection

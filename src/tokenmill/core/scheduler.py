@@ -34,7 +34,7 @@ from tokenmill.core.policy import get_policy
 from tokenmill.core.request import Request, RequestStatus
 from tokenmill.core.rows import RowAllocator
 from tokenmill.core.step import Step
-from tokenmill.core.stop import append_tokens, describe_fault
+from tokenmill.core.stop import POOLED, append_tokens, describe_fault
 
 
 class Scheduler:
@@ -328,11 +328,15 @@ class Scheduler:
                 request.draft_token_ids = drafts[: self._num_speculative_tokens]
                 if request.is_structured:
                     cut_drafts(request, self._grammars)
-        if not token_ids:
+        pooled = result.pooled.get(request_id)
+        if not token_ids and pooled is None:
             return None
+        if pooled is not None:
+            stop = POOLED
         if stop is not None:
             self._finish(request, stop.status)
         output = request.make_output()
+        output.pooled = pooled
         output.new_token_ids = token_ids
         output.stop_reason = None if stop is None else stop.stop_reason
         if request_id in result.logprobs:

@@ -23,7 +23,7 @@ class Step:
         plan = self.plan
         end = request.num_computed_tokens + num_new_tokens
         num_drafts = max(0, end - request.num_expected_tokens)
-        is_sampled = end >= request.num_expected_tokens
+        is_sampled = end >= request.num_expected_tokens and not request.is_pooling
         if request.owes_prompt_logits:
             num_logits = num_new_tokens
         else:

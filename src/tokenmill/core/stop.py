@@ -17,6 +17,8 @@ class Stop:
     """The stop id; None for the model's end token and for length."""
 
 
+POOLED = Stop(RequestStatus.FINISHED_STOPPED)
+"""A pooling request has its result."""
 _EOS = Stop(RequestStatus.FINISHED_STOPPED)
 _LENGTH = Stop(RequestStatus.FINISHED_LENGTH)
 _REPETITION = Stop(RequestStatus.FINISHED_REPETITION)

@@ -14,7 +14,7 @@ from tokenmill.engine import build
 from tokenmill.engine.core_client import DEFAULT_FACTORY
 from tokenmill.engine.daemon_thread import in_daemon_thread
 from tokenmill.engine.engine_stats import EngineStats
-from tokenmill.engine.input_processor import ProcessedInput
+from tokenmill.engine.input_processor import ProcessedInput, RequestParams
 from tokenmill.engine.prompts import Prompt
 from tokenmill.engine.queue_limit import QueueLimit
 from tokenmill.engine.serve_options import ServeOptions
@@ -138,7 +138,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: RequestParams,
         *,
         request_id: str,
         priority: int = 0,
@@ -152,7 +152,8 @@ class AsyncLLM:
         With `stream` an item comes whenever a sequence has news, with all it has so far, or with
         `delta` only what is new (text, ids, log-probabilities; `finish_reason` in its last).
         Whoever is slow gets several steps' news as one item. Without `stream` there is one item.
-        `params.output_kind` is not looked at. `request_id` need not be unique. `deadline` is in
+        `params.output_kind` is not looked at. With `PoolingParams`, for a model that pools, one
+        item comes, whose `pooled` is the result. `request_id` need not be unique. `deadline` is in
         seconds from now.
 
         Leaving the iterator, however it is left, ends the request at once.
@@ -273,10 +274,10 @@ class AsyncLLM:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    async def _admit(self, prompt: Prompt, params: SamplingParams, priority: int) -> ProcessedInput:
+    async def _admit(self, prompt: Prompt, params: RequestParams, priority: int) -> ProcessedInput:
         """Process a prompt for which there is room; the room is taken."""
         self._check_open()
-        num_sequences = params.n
+        num_sequences = params.n if isinstance(params, SamplingParams) else 1
         try:
             self._queue.enter(num_sequences)
         except QueueFullError:
@@ -294,7 +295,7 @@ class AsyncLLM:
         return source
 
     async def _process(
-        self, prompt: Prompt, params: SamplingParams, priority: int
+        self, prompt: Prompt, params: RequestParams, priority: int
     ) -> ProcessedInput:
         key = str(next(self._keys))
 
@@ -341,7 +342,9 @@ def _build_front_end(args: EngineArgs, checkpoint: Checkpoint, config: EngineCon
     return front_end
 
 
-def _with_output_kind(params: SamplingParams, *, stream: bool, delta: bool) -> SamplingParams:
+def _with_output_kind(params: RequestParams, *, stream: bool, delta: bool) -> RequestParams:
+    if not isinstance(params, SamplingParams):  # there is one result, at the end
+        return params
     kind = RequestOutputKind.FINAL_ONLY
     if stream:
         kind = RequestOutputKind.DELTA if delta else RequestOutputKind.CUMULATIVE

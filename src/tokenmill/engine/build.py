@@ -31,6 +31,7 @@ from tokenmill.engine.generation_defaults import (
 from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.output_processor import OutputProcessor
+from tokenmill.engine.pooling_processor import PoolingProcessor
 from tokenmill.errors import ConfigError, did_you_mean
 from tokenmill.kernels.accelerator import find_accelerator
 from tokenmill.kernels.native import active_isa
@@ -128,9 +129,16 @@ def build_front_end(
         config=config,
         tokenizer=tokenizer,
         default_params=default_sampling_params(generation),
-        input_processor=InputProcessor(config, tokenizer, eos_token_ids),
+        input_processor=_input_processor(config, tokenizer, eos_token_ids),
         output_processor=OutputProcessor(tokenizer, config.sampling.stream_interval),
     )
+
+
+def _input_processor(
+    config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
+) -> InputProcessor:
+    kind = InputProcessor if config.model.pooling is None else PoolingProcessor
+    return kind(config, tokenizer, eos_token_ids)
 
 
 def _end_token_ids(

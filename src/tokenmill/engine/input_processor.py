@@ -21,10 +21,13 @@ from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
 from tokenmill.engine.token_rules import token_rules
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
 from tokenmill.parameter_checks import MAX_INTEGER
+from tokenmill.pooling_params import PoolingParams
 from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
 from tokenmill.structured_outputs import StructuredOutputsParams
 from tokenmill.tokenizer.reasoning import reasoning_markers, resolve_reasoning_parser
 from tokenmill.tokenizer.tokenizer import Tokenizer
+
+RequestParams = SamplingParams | PoolingParams
 
 _SEED_MASK = 2**64 - 1
 
@@ -50,6 +53,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
     ) -> None:
+        self._name = config.model.name
         self._max_model_len = config.model.max_model_len
         self._vocab_size = config.model.vocab_size
         self._max_logprobs = config.max_logprobs
@@ -71,7 +75,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: object,
-        params: SamplingParams,
+        params: RequestParams,
         *,
         priority: int = 0,
         arrival_time: float | None = None,
@@ -81,8 +85,14 @@ class InputProcessor:
         Raises `InvalidRequestError`, or `ContextLengthExceededError` for a prompt that leaves no
         room for a token.
         """
-        _check_caller(request_id, arrival_time)
+        check_caller(request_id, arrival_time)
         parsed = parse_prompt(prompt)
+        if isinstance(params, PoolingParams):
+            raise InvalidRequestError(
+                f"{self._name} generates and does not pool; build the engine with runner='pooling',"
+                f" or with a model for embeddings or scores.",
+                parameter="model",
+            )
         self._check_params(params)
         rules = token_rules(params, self._tokenizer, self._reasoning, self._vocab_size)
         self._check_priority(priority)
@@ -103,6 +113,10 @@ class InputProcessor:
             ],
         )
 
+    def _new_key(self) -> str:
+        """An id for a core request."""
+        return f"{self._key_prefix}-{next(self._key_numbers)}"
+
     def _core_request(
         self,
         token_ids: list[int],
@@ -122,7 +136,7 @@ class InputProcessor:
             eos_token_id, stop_token_ids = eos, list(dict.fromkeys([*user_stops, *more_eos]))
         every_stop = [*self.end_token_ids, *user_stops]
         return EngineCoreRequest(
-            request_id=f"{self._key_prefix}-{next(self._key_numbers)}",
+            request_id=self._new_key(),
             prompt_token_ids=token_ids,
             sampling_params=params,
             seed=seed,
@@ -136,7 +150,7 @@ class InputProcessor:
             token_rules=rules,
         )
 
-    def _token_ids(self, parsed: ParsedPrompt, params: SamplingParams) -> list[int]:
+    def _token_ids(self, parsed: ParsedPrompt, params: RequestParams) -> list[int]:
         """The prompt's ids, tokenized or checked."""
         if parsed.token_ids is not None:
             if params.truncate_prompt_tokens is None:
@@ -151,21 +165,14 @@ class InputProcessor:
             )
         return token_ids
 
-    def _encode(self, text: str, params: SamplingParams) -> list[int]:
+    def _encode(self, text: str, params: RequestParams) -> list[int]:
         if self._tokenizer is None:
             raise InvalidRequestError(
                 "prompt is text, but the engine has no tokenizer (skip_tokenizer_init);"
                 " give token ids as `prompt_token_ids`.",
                 parameter="prompt",
             )
-        longest = self._max_model_len * self._tokenizer.max_token_chars
-        if len(text) > longest and params.truncate_prompt_tokens is None:
-            # Certainly too long; refused before time is spent on tokenizing megabytes.
-            raise ContextLengthExceededError(
-                f"prompt has {len(text)} characters, more than {self._max_model_len} tokens"
-                f" (max_model_len) can hold; shorten it, or set truncate_prompt_tokens.",
-                parameter="prompt",
-            )
+        self._check_num_chars(text, params)
         token_ids = self._tokenizer.encode(text)
         if max(token_ids, default=0) >= self._vocab_size:
             raise InvalidRequestError(
@@ -175,6 +182,17 @@ class InputProcessor:
                 parameter="prompt",
             )
         return token_ids
+
+    def _check_num_chars(self, text: str, params: RequestParams) -> None:
+        """Refuse what is certainly too long before time is spent on tokenizing megabytes."""
+        assert self._tokenizer is not None
+        longest = self._max_model_len * self._tokenizer.max_token_chars
+        if len(text) > longest and params.truncate_prompt_tokens is None:
+            raise ContextLengthExceededError(
+                f"prompt has {len(text)} characters, more than {self._max_model_len} tokens"
+                f" (max_model_len) can hold; shorten it, or set truncate_prompt_tokens.",
+                parameter="prompt",
+            )
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """The last `truncate_prompt_tokens` ids."""
@@ -294,7 +312,7 @@ class InputProcessor:
         return checked
 
 
-def _check_caller(request_id: object, arrival_time: object) -> None:
+def check_caller(request_id: object, arrival_time: object) -> None:
     """Refuse what would break the tables and queues that all requests share."""
     if not isinstance(request_id, str):
         raise InvalidRequestError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill.config.memory import summary
 from tokenmill.engine.client import EngineCoreClient
-from tokenmill.engine.input_processor import InputProcessor
+from tokenmill.engine.input_processor import InputProcessor, RequestParams
 from tokenmill.engine.interrupts import interrupts_deferred
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.errors import EngineDeadError
@@ -63,7 +63,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: object,
-        params: SamplingParams | None = None,
+        params: RequestParams | None = None,
         *,
         priority: int = 0,
         arrival_time: float | None = None,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tokenmill.contracts.request import (
     EngineCoreOutput,
@@ -64,6 +66,7 @@ class _Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.pooled: npt.NDArray[np.float32] | None = None
         self._num_tokens_sent = 0
         self._num_preemptions_before = 0
         self._prompt_logprobs_sent = False
@@ -83,6 +86,8 @@ class _Sequence:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error = output.error
+        if output.pooled is not None:
+            self.pooled = np.frombuffer(output.pooled.data, "<f4").reshape(output.pooled.shape)
         stop_string = self.detokenizer.update(
             output.new_token_ids, stop_token=self._ends_with_stop_token(output)
         )
@@ -248,6 +253,7 @@ class OutputProcessor:
             ),
             num_cached_tokens=first.num_cached_tokens,
             metrics=_merged([sequence.metrics for sequence in shown]),
+            pooled=first.pooled,
         )
 
     def _forget(self, user: _UserRequest) -> None:

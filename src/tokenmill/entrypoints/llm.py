@@ -11,14 +11,24 @@ from typing import Any
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.engine.build import Progress
+from tokenmill.engine.input_processor import RequestParams
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.prompts import Prompt, TokensPrompt
+from tokenmill.entrypoints import pooling
 from tokenmill.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from tokenmill.entrypoints.chat.render import render_chat
 from tokenmill.entrypoints.chat.templates import read_template
 from tokenmill.entrypoints.progress import request_progress
 from tokenmill.errors import InvalidRequestError, refuse_unknown
 from tokenmill.outputs import RequestOutput
+from tokenmill.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from tokenmill.pooling_params import PoolingParams
+from tokenmill.pooling_params import pooling_task as checked_task
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 from tokenmill.tokenizer.reasoning import resolve_reasoning_parser
 
@@ -152,6 +162,91 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """What a pooling model makes of every prompt, as arrays; in the order of the prompts.
+
+        `pooling_task` is one of `POOLING_TASKS`, by default what the model is for. Raises
+        `InvalidRequestError` if it cannot do that, and `GenerationError` if a request fails.
+        """
+        if pooling_task is not None:
+            pooling_task = checked_task("pooling_task", pooling_task)
+        outputs = self._pool("encode", prompts, pooling_params, pooling_task, use_tqdm)
+        return [pooling.pooling_output(output) for output in outputs]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of every prompt. Raises as `encode` does."""
+        outputs = self._pool("embed", prompts, pooling_params, "embed", use_tqdm)
+        return [pooling.embedding_output(output) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """The scores of every prompt's classes. Raises as `encode` does."""
+        outputs = self._pool("classify", prompts, pooling_params, "classify", use_tqdm)
+        return [pooling.classification_output(output) for output in outputs]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well each text of `data_2` goes with the one of `data_1`, or with its own.
+
+        A cross-encoder (a classifier with one class) reads both texts together; of an embedding
+        model it is the cosine. Raises as `encode` does.
+        """
+        config = pooling.pooling_of(self.llm_engine.config, "score")
+        second = pooling.as_texts("data_2", data_2)
+        first = pooling.paired(pooling.as_texts("data_1", data_1), second, ("data_1", "data_2"))
+        if pooling.scores_pairs(config, "score"):
+            pairs = [pooling.pair_prompt(*pair) for pair in zip(first, second, strict=True)]
+            outputs = self._pool("score", pairs, pooling_params, "classify", use_tqdm)
+            return [pooling.scoring_output(output) for output in outputs]
+        outputs = self._pool("score", [*first, *second], pooling_params, "embed", use_tqdm)
+        halves = zip(outputs[: len(first)], outputs[len(first) :], strict=True)
+        return [pooling.similarity_output(*each) for each in halves]
+
+    def _pool(
+        self,
+        what: str,
+        prompts: Any,
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        task: str | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        prompt_list = _as_prompts(prompts)
+        config = pooling.pooling_of(self.llm_engine.config, what)
+        given: list[Any] = [params] * len(prompt_list)
+        if params is not None and not isinstance(params, PoolingParams):
+            given = _as_list("pooling_params", params, "PoolingParams")
+        given = pooling.paired(given, prompt_list, ("pooling_params", "prompts"))
+        params_list = [
+            pooling.with_task(each, task or getattr(each, "task", None) or config.tasks[0])
+            for each in given
+        ]
+        with self._turn:
+            return self._run(prompt_list, params_list, [0] * len(prompt_list), use_tqdm)
+
     def chat_prompt(
         self,
         messages: Sequence[Message],
@@ -228,7 +323,7 @@ class LLM:
     def _run(
         self,
         prompts: list[Prompt],
-        params_list: list[SamplingParams],
+        params_list: Sequence[RequestParams],
         priorities: list[int],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -254,7 +349,9 @@ class LLM:
         return [finished[request_id] for request_id in request_ids]
 
 
-def _final_only(params: SamplingParams) -> SamplingParams:
+def _final_only(params: RequestParams) -> RequestParams:
+    if isinstance(params, PoolingParams):
+        return params
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(
             f"sampling_params holds a {type(params).__name__}; it must be SamplingParams.",

@@ -32,6 +32,7 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
         has_sinks: bool = False,
+        causal: bool = True,
     ) -> None:
         """With `has_sinks`, each head has a score without a value in its softmax, a weight."""
         super().__init__()
@@ -43,6 +44,7 @@ class Attention(nn.Module):
         self.rotary = rotary
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
+        self.causal = causal
         self.sinks = empty_parameter(num_heads, dtype=torch.float32) if has_sinks else None
         self._impl: AttentionImpl | None = None
         self._kv_cache: torch.Tensor | None = None
@@ -62,6 +64,7 @@ class Attention(nn.Module):
             block_size=block_size,
             sliding_window=self.sliding_window,
             logits_soft_cap=self.logits_soft_cap,
+            causal=self.causal,
             has_sinks=self.sinks is not None,
         )
 

@@ -164,7 +164,7 @@ class Decoder(nn.Module):
 
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
-    optional_prefix: ClassVar[str] = ""
+    optional_prefix: ClassVar[str] = "model."
 
     def __init__(
         self,

@@ -14,10 +14,12 @@ from torch.overrides import TorchFunctionMode
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import ModelConfig
 from tokenmill.config.parameters import read_parameters
+from tokenmill.config.pooling import CLASSIFIER, num_labels
 from tokenmill.errors import CheckpointError
 from tokenmill.layers.kernels import LayerKernels, layer_kernels
 from tokenmill.layers.weights import HasWeights, WeightSlot
 from tokenmill.models.base import CausalLM
+from tokenmill.models.pooling import add_head
 from tokenmill.models.registry import get_model_class
 from tokenmill.quantization.dequantize import dequantize
 
@@ -49,7 +51,9 @@ def load_model(
     family = get_model_class(model_config.architecture)
     prefix = _left_out(family.optional_prefix, checkpoint)
     hf_config = {**family.config_defaults, **model_config.hf_config}
-    hf_config["tie_word_embeddings"] = _has_tied_head(
+    pooling = model_config.pooling
+    # A model that pools reads no head: it counts as tied.
+    hf_config["tie_word_embeddings"] = pooling is not None or _has_tied_head(
         hf_config, checkpoint, family.embedding_name.removeprefix(prefix)
     )
     dtype = getattr(torch, model_config.dtype)
@@ -59,8 +63,11 @@ def load_model(
             hf_config, dtype=dtype, max_model_len=model_config.max_model_len, kernels=kernels
         )
     assert isinstance(model, nn.Module)
+    if pooling is not None:
+        add_head(model, read_parameters(hf_config).hidden_size, len(pooling.labels))
     slots = [replace(slot, name=slot.name.removeprefix(prefix)) for slot in _weight_slots(model)]
     skipped = {HEAD} if hf_config["tie_word_embeddings"] else set()
+    skipped |= getattr(family, "unused_tensors", frozenset())
     _check_names_and_shapes(slots, checkpoint, skipped)
     _fill(slots, checkpoint, on_progress)
     model.eval()
@@ -73,10 +80,11 @@ def tensor_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     Raises `ConfigError` for a config that cannot be served.
     """
     with _EmptyTensorsOnMeta():
-        model = get_model_class(read_parameters(hf_config).architecture)(
-            hf_config, dtype=torch.float32, max_model_len=1
-        )
-    assert isinstance(model, nn.Module)
+        sizes = read_parameters(hf_config)
+        model = get_model_class(sizes.architecture)(hf_config, dtype=torch.float32, max_model_len=1)
+        assert isinstance(model, nn.Module)
+        if sizes.architecture.endswith(CLASSIFIER):
+            add_head(model, sizes.hidden_size, num_labels(hf_config))
     return {slot.name: slot.shape for slot in _weight_slots(model)}
 
 

@@ -39,4 +39,20 @@ def get_model_class(architecture: str) -> CausalLMClass:
         )
     module, _, name = MODELS[architecture].partition(":")
     found: CausalLMClass = getattr(importlib.import_module(f"tokenmill.models.{module}"), name)
+    architecture = _with_head(architecture)
     return found
+
+
+def _with_head(architecture: str) -> str:
+    """The decoder that one without a head for tokens is otherwise: `LlamaForCausalLM` of
+    `LlamaModel` and of `LlamaForSequenceClassification`.
+    """
+    if architecture in MODELS:
+        return architecture
+    for ending in ("ForSequenceClassification", "TextModel", "Model"):
+        if architecture.endswith(ending):
+            stem = architecture.removesuffix(ending)
+            for head in ("ForCausalLM", "LMHeadModel"):
+                if stem + head in MODELS:
+                    return stem + head
+    return architecture

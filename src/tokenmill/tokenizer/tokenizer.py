@@ -85,11 +85,20 @@ class Tokenizer:
             )
             return list(encoding.ids)
         except TypeError as error:
-            raise InvalidRequestError(
-                "the text is not valid Unicode: it holds one half of a surrogate pair, as bytes do"
-                " that are no UTF-8; decode it with errors='replace'.",
-                parameter="prompt",
-            ) from error
+            raise _half_character() from error
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """Ids of two texts as the tokenizer joins them, and the place of the first token whose type
+        is 1; None where it gives both texts one type.
+
+        Raises `InvalidRequestError` as `encode` does.
+        """
+        try:
+            (encoding,) = self._backend.encode_batch([(first, second)])
+        except TypeError as error:
+            raise _half_character() from error
+        ids, types = list(encoding.ids), list(encoding.type_ids)
+        return ids, types.index(1) if 1 in types else None
 
     def decode(
         self,
@@ -147,6 +156,14 @@ class Tokenizer:
     def _id_of_special(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.token_to_id(token)
+
+
+def _half_character() -> InvalidRequestError:
+    return InvalidRequestError(
+        "the text is not valid Unicode: it holds one half of a surrogate pair, as bytes do that are"
+        " no UTF-8; decode it with errors='replace'.",
+        parameter="prompt",
+    )
 
 
 class _WithoutBlanks:

@@ -54,7 +54,9 @@ def bind_attention(
                     slots[slot] = _empty_cache(shape, dtype, device)
                 layers[name].bind(backend.make_impl(spec), slots[slot].view(shape))
             builder = backend.make_metadata_builder(spec, _limits(config, cache))
-            groups.append(AttentionGroup(index, tuple(names), builder, backend.supports_graphs))
+            groups.append(
+                AttentionGroup(index, tuple(names), builder, backend.supports_graphs, spec.causal)
+            )
     return groups
 
 

@@ -22,6 +22,7 @@ from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
+from tokenmill.worker.pooling.build import build_pooling_worker
 from tokenmill.worker.row_params import build_row_params
 from tokenmill.worker.worker import Worker
 
@@ -46,6 +47,8 @@ def build_worker(
     quantization = cast(Quantization | None, config.quantization)
     kernels = layer_kernels(getattr(torch, config.model.dtype), quantization)
     model = load_model(config.model, checkpoint, on_progress, kernels=kernels)
+    if config.model.pooling is not None:
+        return build_pooling_worker(config, model)
     cache = kv_cache_config(config, model)
     runner = ModelRunner(
         model,

@@ -75,6 +75,8 @@ class AttentionGroup:
     builder: AttentionMetadataBuilder
     supports_graphs: bool = False
     """Whether a step's launches may be captured in a CUDA graph."""
+    causal: bool = True
+    """Whether a token sees those before it only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,7 @@ class ModelRunner:
                 seq_lens=tensors.seq_lens,
                 block_table=tensors.block_tables[group.kv_group],
                 slot_mapping=tensors.slot_mappings[group.kv_group],
+                causal=group.causal,
             )
             by_layer.update(dict.fromkeys(group.layer_names, group.builder.build(common)))
         return by_layer

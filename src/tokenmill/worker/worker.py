@@ -88,6 +88,7 @@ class Worker:
             merged.logprobs |= outcome.logprobs
             merged.prompt_logprobs |= outcome.prompt_logprobs
             merged.draft_token_ids |= outcome.draft_token_ids
+            merged.pooled |= outcome.pooled
             merged.errors |= outcome.errors
         return merged
 
