@@ -97,6 +97,29 @@ def test_the_same_bits_however_requests_are_run(tiny_llama, alone, settings):
     assert logprobs_of(together) == logprobs_of(alone)
 
 
+FORMS = [{"choice": ["The quick brown fox", "The lazy dog"]}, {"regex": "[a-c]{3} brown"}, None]
+
+
+def test_forms_hold_with_two_steps_in_flight(tiny_llama):
+    """The mask of a step waits for the tokens of the one before; its forward pass does not."""
+    params = [
+        SamplingParams(
+            structured_outputs=form, temperature=1.0, seed=20 + i, max_tokens=5, ignore_eos=True
+        )
+        for i, form in enumerate(FORMS)
+    ]
+    with LLM(str(tiny_llama), dtype="float32", device="cpu", num_kv_blocks=16) as llm:
+        want = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS[:3]], params)
+    settings = {"dtype": "float32", "num_kv_blocks": 16, "max_model_len": 20}
+    engine = gpu_engine(tiny_llama, with_tokenizer=True, **settings)
+    found = generate(engine, PROMPTS[:3], params)
+    assert tokens_of(found) == tokens_of(want)
+    assert [output.outputs[0].text for output in found] == [
+        output.outputs[0].text for output in want
+    ]
+    assert found[0].outputs[0].text in FORMS[0]["choice"]
+
+
 def test_float8_weights_and_cache_stay_near_bfloat16(tiny_llama):
     params = [SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)]
     prompt = [PROMPTS[1]]

@@ -13,7 +13,7 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.machine import Accelerator, Machine
 from tokenmill.config.resolve import resolve
 from tokenmill.core.build import build_scheduler
-from tokenmill.engine.build import build_front_end
+from tokenmill.engine.build import build_front_end, read_tokenizer
 from tokenmill.engine.client import InProcessClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.llm_engine import LLMEngine
@@ -23,11 +23,12 @@ from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
+from tokenmill.structured_output.build import build_grammars
 from tokenmill.worker.batch import BatchShape
-from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.gpu import make_gpu_runner
 from tokenmill.worker.graphs.cuda import GraphSizes
 from tokenmill.worker.graphs.forward import DirectForward
+from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.worker import Worker
 
 GIB = 1 << 30
@@ -57,8 +58,16 @@ class PaddedForward(DirectForward):
         return padded
 
 
-def gpu_engine(path: Path, *, sizes: GraphSizes | None = None, **settings: Any) -> LLMEngine:
-    """An engine on the parts of a GPU. Steps are not recorded, but padded to `sizes`."""
+def gpu_engine(
+    path: Path,
+    *,
+    sizes: GraphSizes | None = None,
+    with_tokenizer: bool = False,
+    **settings: Any,
+) -> LLMEngine:
+    """An engine on the parts of a GPU. Steps are not recorded, but padded to `sizes`. Without a
+    tokenizer there are no grammars.
+    """
     args = EngineArgs(model=str(path), device="cuda", **settings)
     checkpoint = open_checkpoint(path)
     config = resolve(
@@ -77,15 +86,20 @@ def gpu_engine(path: Path, *, sizes: GraphSizes | None = None, **settings: Any) 
     if sizes is not None:
         runner.capture(lambda model, largest, blank_step: PaddedForward(model, sizes))
     worker = Worker(runner, cache)
+    tokenizer = read_tokenizer(args, checkpoint) if with_tokenizer else None
+    grammars = None
+    if tokenizer is not None:
+        grammars = build_grammars(config, lambda: tokenizer, lambda known: known.eos_token_ids)
     core = EngineCore(
-        build_scheduler(config, cache),
+        build_scheduler(config, cache, grammars),
         LocalExecutor(worker, background=False),
         max_steps_in_flight=config.scheduler.max_steps_in_flight,
+        grammars=grammars,
     )
-    front_end = build_front_end(args, checkpoint, config, None)
+    front_end = build_front_end(args, checkpoint, config, tokenizer)
     return LLMEngine(
         config=config,
-        tokenizer=None,
+        tokenizer=tokenizer,
         default_params=front_end.default_params,
         input_processor=front_end.input_processor,
         client=InProcessClient(core),
