@@ -51,12 +51,10 @@ def bind_attention(
             for name in names:
                 slot = kv_group.spec.bytes_per_token, kv_group.layer_names.index(name)
                 if slot not in slots:
-                    slots[slot] = _empty_cache(shape, dtype, device)
+                    slots[slot] = _empty_cache(shape, cache.num_blocks, dtype, device)
                 layers[name].bind(backend.make_impl(spec), slots[slot].view(shape))
             builder = backend.make_metadata_builder(spec, _limits(config, cache))
-            groups.append(
-                AttentionGroup(index, tuple(names), builder, backend.supports_graphs, spec.causal)
-            )
+            groups.append(AttentionGroup(index, tuple(names), builder, backend.supports_graphs))
     return groups
 
 
@@ -70,7 +68,9 @@ def _empty_cache(
     ten milliseconds and more, in every layer.
     """
     cache = torch.empty(shape, dtype=dtype, device=device)
-    cache[0].zero_()
+    for dim, size in enumerate(shape[:2]):  # blocks come first, or behind keys and values
+        if size == num_blocks:
+            cache.select(dim, 0).zero_()
     return cache
 
 
