@@ -40,6 +40,7 @@ class Family:
     is_recorded: bool = True
     """Whether a step's kernel calls are recorded, in bfloat16 on the native kernels."""
     runs_on_gpu: bool = True
+    has_native_attention: bool = True
     gguf: str = ""
     """`general.architecture` of GGUF files that are read."""
     real_weights: str = ""
@@ -176,6 +177,32 @@ FAMILIES = [
         },
         is_recorded=False,
         runs_on_gpu=False,
+    ),
+    Family(
+        "gpt-oss",
+        "gpt-oss-20b and -120b",
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            "head_dim": 64,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 22,
+            "swiglu_limit": 1.0,
+            "initializer_range": 0.1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        is_recorded=False,
+        runs_on_gpu=False,
+        has_native_attention=False,
     ),
 ]
 """In the order of the page."""

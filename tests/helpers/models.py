@@ -18,7 +18,12 @@ from tokenmill.layers.kernels import LayerKernels
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 
-FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+FORMATS = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
 
 Chunk = tuple[str, Sequence[int]]
 """A request's name, and its next tokens."""

@@ -21,7 +21,8 @@ _PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 _MAX_JSON_BYTES = 64 << 20
 
-_READABLE = ("F32", "F16", "BF16")
+_READABLE = ("F32", "F16", "BF16", "U8")
+"""U8 are codes, of which a model must know what they stand for."""
 _DTYPE_BYTES = (
     dict.fromkeys(("F64", "I64", "U64", "C64"), 8)
     | dict.fromkeys(("F32", "I32", "U32"), 4)

@@ -12,7 +12,7 @@ on its neighbours, and a token's experts are added in the order of its choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from tokenmill.kernels.activation import Gate
 from tokenmill.layers.kernels import LayerKernels, require_torch_path
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.mlp import GATED_MLP_NAMES, GatedMLP
-from tokenmill.layers.weights import WeightSlot
+from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
 
 
 class Router(nn.Module):
@@ -36,6 +36,7 @@ class Router(nn.Module):
         renormalize: bool,
         dtype: torch.dtype,
         kernels: LayerKernels,
+        bias: bool = False,
     ) -> None:
         """With `renormalize`, the weights of a token's experts sum to one."""
         super().__init__()
@@ -43,24 +44,41 @@ class Router(nn.Module):
         self.num_experts_per_tok = num_experts_per_tok
         self.renormalize = renormalize
         self.method = kernels.linear_method(num_experts, hidden_size, dtype)
+        self.bias = empty_parameter(num_experts, dtype=torch.float32) if bias else None
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield self.method.slot(f"{prefix}.weight", slice(0, self.num_experts))
+        if self.bias is not None:
+            yield parameter_slot(f"{prefix}.bias", self.bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of x [N, hidden_size]: weights, float32, and experts, int64, best first.
 
         Both are [N, num_experts_per_tok].
         """
-        return choose_experts(
-            self.method.project(x, None, torch.float32),
-            self.num_experts_per_tok,
-            renormalize=self.renormalize,
-        )
+        logits = self.method.project(x, None, torch.float32)
+        if self.bias is not None:
+            logits = logits + self.bias
+        return choose_experts(logits, self.num_experts_per_tok, renormalize=self.renormalize)
 
 
-class SparseMoE(nn.Module):
-    """Router and experts, in torch around products on packed weights; it is not recorded."""
+class ExpertBlock(nn.Module):
+    """A block of experts, in torch around products on packed weights; it is not recorded."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, kernels: LayerKernels) -> None:
+        super().__init__()
+        require_torch_path(kernels, "A mixture of experts")
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.kernels = kernels
+
+    def empty_input(self, num_rows: int) -> Activations:
+        """A place for this block's input: plain, since its rows are shared out."""
+        return self.kernels.empty(num_rows, self.hidden_size, self.dtype)
+
+
+class SparseMoE(ExpertBlock):
+    """A router, and gated MLPs as experts."""
 
     def __init__(
         self,
@@ -76,11 +94,7 @@ class SparseMoE(nn.Module):
         names: tuple[str, str, str] = GATED_MLP_NAMES,
     ) -> None:
         """`names` are those of an expert's gate, up and down matrices."""
-        super().__init__()
-        require_torch_path(kernels, "A mixture of experts")
-        self.kernels = kernels
-        self.hidden_size = hidden_size
-        self.dtype = dtype
+        super().__init__(hidden_size, dtype, kernels)
         self.gate = Router(
             hidden_size,
             num_experts=num_experts,
@@ -102,23 +116,37 @@ class SparseMoE(nn.Module):
             for _ in range(num_experts)
         )
 
-    def empty_input(self, num_rows: int) -> Activations:
-        """Plain, since its rows are shared out."""
-        return self.kernels.empty(num_rows, self.hidden_size, self.dtype)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [N, hidden_size] to float32 of the same shape."""
         weights, chosen = self.gate(x)
-        order, counts = rows_by_expert(chosen, len(self.experts))
-        rows = x[order // chosen.shape[1]]
-        results = torch.empty_like(rows)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                part = slice(start, start + count)
-                results[order[part]] = self.experts[expert](rows[part])
-                start += count
-        return weighted_sum(results.view(*chosen.shape, -1), weights)
+        return mixed(x, weights, chosen, self._run, len(self.experts))
+
+    def _run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[expert](x)  # type: ignore[no-any-return]
+
+
+def mixed(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    run_expert: Callable[[int, torch.Tensor], torch.Tensor],
+    num_experts: int,
+) -> torch.Tensor:
+    """The chosen experts' results on x [N, hidden_size], weighted: float32 of x's shape.
+
+    `weights` and `chosen` are those of `Router`. Each expert is run once at most, on the rows of
+    the tokens that chose it.
+    """
+    order, counts = rows_by_expert(chosen, num_experts)
+    rows = x[order // chosen.shape[1]]
+    results = torch.empty_like(rows)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            part = slice(start, start + count)
+            results[order[part]] = run_expert(expert, rows[part])
+            start += count
+    return weighted_sum(results.view(*chosen.shape, -1), weights)
 
 
 def choose_experts(

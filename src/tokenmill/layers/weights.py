@@ -55,10 +55,17 @@ def transposed_slot(slot: WeightSlot) -> WeightSlot:
     """`slot` for a matrix that its checkpoint keeps as [in_features, out_features]."""
 
     def load(raw: RawTensor) -> None:
-        format_, dtype = (
-            ("BF16", torch.bfloat16) if raw.format == "BF16" else ("F32", torch.float32)
-        )
-        values = dequantize(raw, dtype).t().contiguous()
-        slot.load(RawTensor(slot.shape, format_, values.view(-1).view(torch.uint8)))
+        slot.load(plain_raw(plain_values(raw).t()))
 
     return WeightSlot(slot.name, slot.shape[::-1], load)
+
+
+def plain_values(raw: RawTensor) -> torch.Tensor:
+    """The values of a plain tensor: bfloat16 if it is stored so, else float32."""
+    return dequantize(raw, torch.bfloat16 if raw.format == "BF16" else torch.float32)
+
+
+def plain_raw(values: torch.Tensor) -> RawTensor:
+    """bfloat16 or float32 values as a checkpoint would hold them."""
+    data = values.contiguous().view(-1).view(torch.uint8)
+    return RawTensor(tuple(values.shape), "BF16" if values.dtype == torch.bfloat16 else "F32", data)

@@ -16,7 +16,7 @@ from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import VocabEmbedding
 from tokenmill.layers.kernels import LayerKernels, layer_kernels
 from tokenmill.layers.mlp import GatedMLP
-from tokenmill.layers.moe import SparseMoE
+from tokenmill.layers.moe import ExpertBlock
 from tokenmill.layers.norm import BranchRMSNorm, HeadRMSNorm, RMSNorm
 from tokenmill.layers.rope import RotaryEmbedding
 from tokenmill.layers.self_attention import SelfAttention
@@ -64,7 +64,7 @@ class LayerParts:
         }
         return GatedMLP(**(common | different))
 
-    def stream_norm(self, reader: SelfAttention | GatedMLP | SparseMoE) -> RMSNorm:
+    def stream_norm(self, reader: SelfAttention | GatedMLP | ExpertBlock) -> RMSNorm:
         """Adds to the residual stream and writes in the form in which `reader` reads."""
         return RMSNorm(
             self.config.hidden_size,
@@ -105,7 +105,7 @@ class PreNormLayer(nn.Module):
         self,
         parts: LayerParts,
         self_attn: SelfAttention,
-        mlp: GatedMLP | SparseMoE,
+        mlp: GatedMLP | ExpertBlock,
         mlp_name: str = "mlp",
     ) -> None:
         """`mlp_name` is what the checkpoint calls the block behind attention."""

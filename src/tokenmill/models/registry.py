@@ -23,6 +23,7 @@ MODELS: dict[str, str] = {
     "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
     "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
     "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
+    "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
 }
 """Architecture, as a config.json names it -> module of this package, and class."""
 

@@ -1,0 +1,79 @@
+"""gpt-oss as it is published: experts in MXFP4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from helpers.families import FAMILIES
+from helpers.models import PagedRun, model_from_tensors
+from tokenmill.errors import ConfigError
+from tokenmill.layers.plain import PlainKernels
+from tokenmill.models.gpt_oss import GptOssForCausalLM as OurGptOss
+
+PARTS = {"gate_up_proj": (320, 4), "down_proj": (128, 5)}
+"""Rows, and groups of 32 values in each."""
+
+
+def published() -> tuple[GptOssForCausalLM, dict[str, Any], dict[str, torch.Tensor]]:
+    """transformers' model with what the codes stand for, its config, and tensors with the codes."""
+    (family,) = (each for each in FAMILIES if each.name == "gpt-oss")
+    torch.manual_seed(0)
+    config = GptOssConfig(**family.settings(), attn_implementation="eager")
+    model = GptOssForCausalLM(config).eval()
+    tensors = dict(model.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    for layer in range(config.num_hidden_layers):
+        for part, (rows, groups) in PARTS.items():
+            name = f"model.layers.{layer}.mlp.experts.{part}"
+            shape = (config.num_local_experts, rows, groups)
+            blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(121, 125, shape, dtype=torch.uint8, generator=generator)
+            values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            model.get_parameter(name).data.copy_(values)
+            del tensors[name]
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    hf_config = config.to_dict() | {
+        "architectures": ["GptOssForCausalLM"],
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    return model, hf_config, tensors
+
+
+@pytest.mark.parametrize("kernels", [PlainKernels(), None], ids=["torch", "native"])
+@torch.inference_mode()
+def test_logits_equal_transformers(kernels: PlainKernels | None) -> None:
+    theirs, hf_config, tensors = published()
+    model = model_from_tensors(hf_config, tensors, kernels=kernels)
+    ids = torch.randint(97, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+    found = model.compute_logits(PagedRun(model, "float32").prefill("a", ids))
+    expected = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_codes_serve_bfloat16() -> None:
+    """Near, and the same in pieces; the native kernels keep the codes."""
+    theirs, hf_config, tensors = published()
+    model = model_from_tensors(hf_config, tensors, "bfloat16")
+    ids = torch.randint(97, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+    hidden = PagedRun(model, "bfloat16").prefill("a", ids)
+    assert torch.equal(PagedRun(model, "bfloat16", seed=1).prefill("a", ids, chunk=7), hidden)
+    x = torch.randn(9, 128)
+    of_theirs = theirs.model.layers[1].mlp.experts
+    of_ours = model.get_submodule("model.layers.1.mlp.experts")
+    expected = x @ of_theirs.gate_up_proj[3] + of_theirs.gate_up_proj_bias[3]
+    expected = torch.cat([expected[:, 0::2], expected[:, 1::2]], dim=-1)  # gates, then ups
+    error = (of_ours.gate_up.project(3, x.bfloat16()) - expected).norm() / expected.norm()
+    assert error < 0.01
+
+
+def test_another_quantisation_is_refused() -> None:
+    _, hf_config, _ = published()
+    hf_config["quantization_config"] = {"quant_method": "awq"}
+    with pytest.raises(ConfigError, match=r"'awq'.*only quant_method 'mxfp4'"):
+        OurGptOss(hf_config, dtype=torch.float32, max_model_len=16)
