@@ -18,6 +18,7 @@ from tokenmill.kernels.gpu.bitmask import apply_bitmask
 from tokenmill.kernels.gpu.logprobs import row_logprobs
 from tokenmill.kernels.gpu.sampling import SamplingWorkspace, num_rows_of_variants, sample
 from tokenmill.sampling.edits import BannedTokens, BeforeSample, BiasedTokens, LogitsEdit, Penalties
+from tokenmill.sampling.gpu_columns import COLUMNS, ColumnsOnDevice
 from tokenmill.sampling.gpu_edits import PenaltyCounts, apply_edit
 from tokenmill.sampling.gpu_filter import filtered
 from tokenmill.sampling.grammar_mask import GrammarMask
@@ -80,6 +81,7 @@ class GpuSampler:
         """`max_num_rows` is the most logits rows that a step samples from."""
         self._mode = mode or LogprobsMode()
         self._penalty_counts = PenaltyCounts(vocab_size, device)
+        self._columns = ColumnsOnDevice()
         self._stage = stage
         self._to_host = to_host
         self._vocab_size = vocab_size
@@ -99,7 +101,7 @@ class GpuSampler:
         """Sample one token from each row of float32 logits [n, vocab_size], which are edited."""
         asked = np.flatnonzero(metadata.wants_logprobs)
         num_best = metadata.num_logprobs[asked]
-        arrays = _arrays_of(metadata)
+        arrays = self._columns.arrays(metadata) | _mask_of(metadata)
         if asked.size:
             arrays |= {"asked": asked, "listed": _order(num_best)}
             arrays |= _named_ids(metadata, asked)
@@ -107,7 +109,7 @@ class GpuSampler:
         for number, given in enumerate(of_edits):
             arrays |= {f"{number}.{name}": array for name, array in given.items()}
         tensors = self._stage(list(arrays.values())) if arrays else []
-        staged = dict(zip(arrays, tensors, strict=True))
+        staged = self._columns.complete(dict(zip(arrays, tensors, strict=True)))
         if "bitmask" in staged:
             apply_bitmask(logits, staged["bitmask"], staged["masked_rows"])
         raw = logits
@@ -117,7 +119,7 @@ class GpuSampler:
         for number, (edit, given) in enumerate(zip(metadata.edits, of_edits, strict=True)):
             there = {name: staged[f"{number}.{name}"] for name in given}
             apply_edit(edit, logits, there, metadata.token_ids, self._penalty_counts)
-        token_ids, is_valid = self._choose(logits, metadata, staged)
+        token_ids, is_valid = self._choose(logits, staged)
         found = [token_ids, is_valid]
         if asked.size:
             chosen = token_ids if are_all_asked else token_ids[staged["asked"]]
@@ -138,7 +140,7 @@ class GpuSampler:
         return _read_scores(scores, num_best), np.isfinite(_best_logits(scores)).tolist()
 
     def _choose(
-        self, logits: torch.Tensor, metadata: SamplingMetadata, staged: dict[str, torch.Tensor]
+        self, logits: torch.Tensor, staged: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(token_ids, is_valid), each [n]."""
         num_rows = len(logits)
@@ -150,45 +152,31 @@ class GpuSampler:
         is_valid = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
         sample(
             logits,
-            **{name: columns[name][:num_rows] for name in _COLUMNS},
+            **{name: columns[name][:num_rows] for name in COLUMNS},
             token_ids=token_ids,
             is_valid=is_valid,
             workspace=self._workspace,
             any_random=any_random,
-            any_filter=any_random and _any_filter(metadata),
+            any_filter=any_random and self._columns.any_filter,
         )
         return token_ids, is_valid
 
     def _allocate(self, max_num_rows: int) -> None:
         self._workspace = SamplingWorkspace.allocate(max_num_rows, self._vocab_size, self._device)
-        unused = _arrays_of(_blank_metadata(max_num_rows, self._vocab_size, 1, self._device))
+        blank = _blank_metadata(max_num_rows, self._vocab_size, 1, self._device)
+        unused = ColumnsOnDevice().arrays(blank)
         self._unused_columns = {
-            name: torch.from_numpy(unused[name]).to(self._device) for name in _COLUMNS
+            name: torch.from_numpy(unused[name]).to(self._device) for name in COLUMNS
         }
         """For steps whose rows are all greedy: nothing reads them."""
 
 
-_COLUMNS = ("is_greedy", "temperature", "min_p", "top_k", "top_p", "seed", "position")
-
-
-def _arrays_of(metadata: SamplingMetadata) -> dict[str, HostArray]:
-    """What the device must know of the rows."""
-    arrays: dict[str, HostArray] = {}
-    if not metadata.is_greedy.all():
-        columns = metadata.random
-        arrays |= {
-            "is_greedy": metadata.is_greedy,
-            "temperature": columns.temperature,
-            "min_p": columns.min_p,
-            "top_k": columns.top_k,
-            "top_p": columns.top_p,
-            "seed": columns.seed.view(np.int64),
-            "position": columns.position,
-        }
-    if metadata.grammar.logits_rows.size:
-        arrays["masked_rows"] = metadata.grammar.logits_rows
-        arrays["bitmask"] = metadata.grammar.bitmask
-    return arrays
+def _mask_of(metadata: SamplingMetadata) -> dict[str, HostArray]:
+    """The grammar's masks, and the rows that they are of."""
+    grammar = metadata.grammar
+    if not grammar.logits_rows.size:
+        return {}
+    return {"masked_rows": grammar.logits_rows, "bitmask": grammar.bitmask}
 
 
 def _named_ids(metadata: SamplingMetadata, asked: IntArray) -> dict[str, HostArray]:
@@ -202,12 +190,6 @@ def _named_ids(metadata: SamplingMetadata, asked: IntArray) -> dict[str, HostArr
         "named_rows": np.repeat(rows, [len(ids) for _, ids in found]),
         "named_ids": np.concatenate([ids for _, ids in found]),
     }
-
-
-def _any_filter(metadata: SamplingMetadata) -> bool:
-    columns = metadata.random
-    is_filtered = (columns.top_k > 0) | (columns.top_p < 1) | (columns.min_p > 0)
-    return bool((is_filtered & ~metadata.is_greedy).any())
 
 
 def _blank_metadata(
@@ -314,7 +296,7 @@ def _processed(
     asked = staged["asked"]
     if "seed" not in staged:  # all are greedy
         return logits[asked]
-    columns = {name: staged[name][asked] for name in _COLUMNS}
+    columns = {name: staged[name][asked] for name in COLUMNS}
     parts = [
         filtered(
             logits[asked[part]],

@@ -22,7 +22,7 @@ from tokenmill.sampling.gpu import GpuSampler
 from tokenmill.sampling.grammar_mask import GrammarMask
 from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.sampling.sampler import Sampler, SamplerOutput
-from tokenmill.worker.inputs.staging import Results, Staging
+from tokenmill.worker.inputs.staging import NUM_BUFFERS, Results, Staging
 
 IS_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -37,9 +37,12 @@ class CountedStaging:
     def __init__(self):
         self._staging = Staging(DEVICE)
         self.num_copies = 0
+        self.num_arrays = 0
+        """Of the last copy."""
 
     def stage(self, arrays):
         self.num_copies += 1
+        self.num_arrays = len(arrays)
         return self._staging.stage(arrays)
 
 
@@ -247,6 +250,31 @@ def test_ids_that_were_named_have_their_ranks():
     ]
     found = check(requests, 60)
     assert [len(entry.ranks) for entry in found.logprobs.values()] == [2, 0, 40]
+
+
+def test_rows_that_come_again_send_their_positions_only():
+    requests = [
+        new_request(row, temperature=1.0 if row else 0.0, seed=row, top_k=3 * row, top_p=0.9)
+        for row in range(3)
+    ]
+    metadata = metadata_of(requests, 64)
+    staging = CountedStaging()
+    sampler = gpu_sampler(64, staging)
+    nums_arrays = []
+    for step in range(5):
+        if step == 4:  # other rows
+            metadata = metadata_of(requests[::-1], 64)
+        position = np.full(3, 10 + step)
+        metadata = replace(metadata, random=replace(metadata.random, position=position))
+        generator = torch.Generator().manual_seed(step)
+        logits = torch.randn(3, 64, generator=generator) * 3
+        found = sampler.forward(logits.clone().to(DEVICE), on_device(metadata)).to_host()
+        want = Sampler(TorchChooser()).forward(logits, metadata)
+        assert found.token_ids.tolist() == want.token_ids.tolist()
+        nums_arrays.append(staging.num_arrays)
+        for _ in range(NUM_BUFFERS):  # what is staged later lands where this step's numbers were
+            staging._staging.stage([np.full(1000, -1)])
+    assert nums_arrays == [7, 7, 1, 1, 7]
 
 
 def test_rows_without_usable_logits():
