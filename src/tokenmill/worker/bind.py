@@ -54,12 +54,14 @@ def bind_attention(
                     slots[slot] = _empty_cache(shape, cache.num_blocks, dtype, device)
                 layers[name].bind(backend.make_impl(spec), slots[slot].view(shape))
             builder = backend.make_metadata_builder(spec, _limits(config, cache))
-            groups.append(AttentionGroup(index, tuple(names), builder, backend.supports_graphs))
+            groups.append(
+                AttentionGroup(index, tuple(names), builder, backend.supports_graphs, spec.causal)
+            )
     return groups
 
 
 def _empty_cache(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    shape: tuple[int, ...], num_blocks: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """A cache whose values may be anything, but for zeros in the null block: tiles of a kernel may
     reach into it, though nothing of it counts.
