@@ -100,7 +100,16 @@ def token_ids(name: str, value: object, limit: int) -> list[int] | None:
     ids = as_list(name, value, "token ids")
     if len(ids) > limit:
         raise refusal(name, f"{len(ids)} ids", f"at most {limit} are allowed")
-    return list(dict.fromkeys(integer(name, token_id, 0) for token_id in ids)) or None
+    if not are_ids_below(ids, MAX_INTEGER):
+        ids = [integer(name, token_id, 0) for token_id in ids]
+    return list(dict.fromkeys(ids)) or None
+
+
+def are_ids_below(ids: list[Any], limit: int) -> bool:
+    """Whether all are integers of Python from 0 to below `limit`, found out quickly: a list may be
+    as long as a vocabulary or a context. If not, it takes a look at each to say what is wrong.
+    """
+    return not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < limit)
 
 
 def token_weights(

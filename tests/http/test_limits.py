@@ -122,7 +122,12 @@ def test_b127_huge_wishes_are_refused_at_once():
             {"prompt": [[5]] * 200_000},
             {"prompt": "One", "stop": ["x"] * 100_000},
             {"prompt": "One", "stop_token_ids": list(range(100_000))},
-            {"prompt": "One", "logit_bias": {str(i): 1 for i in range(200_000)}},
+            {"prompt": "One", "logit_bias": {str(i): 1 for i in range(1_000_000)}},
+            {"prompt": "One", "allowed_token_ids": list(range(1_000_000))},
+            {"prompt": "One", "logprob_token_ids": list(range(1_000_000))},
+            {"prompt": "One", "bad_words": ["x"] * 1_000_000},
+            {"prompt": "One", "repetition_detection": {"max_pattern_size": 10**9}},
+            {"prompt": "One", "use_beam_search": True, "n": 10**9},
             {"prompt": "One", "logprobs": 10**6},
             {"prompt": "One", "max_tokens": 10**12},
         ]

@@ -163,6 +163,7 @@ def test_all_requests_of_a_search_have_its_priority_and_salt(server):
         ({"length_penalty": 1e9}, "length_penalty"),
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"stop": ["x"]}, "stop"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"top_p": 0.5}, "top_p"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"response_format": {"type": "json_object"}}, "use_beam_search"),

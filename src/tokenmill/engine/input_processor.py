@@ -20,7 +20,7 @@ from tokenmill.contracts.request import EngineCoreRequest, TokenRules
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
 from tokenmill.engine.token_rules import token_rules
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
-from tokenmill.parameter_checks import MAX_INTEGER
+from tokenmill.parameter_checks import MAX_INTEGER, are_ids_below
 from tokenmill.pooling_params import PoolingParams
 from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
 from tokenmill.structured_outputs import StructuredOutputsParams
@@ -294,8 +294,11 @@ class InputProcessor:
 
     def _checked_ids(self, name: str, token_ids: Iterable[Any]) -> list[int]:
         """The ids as integers of Python, whatever kind of integer they came as."""
+        given = list(token_ids)
+        if are_ids_below(given, self._vocab_size):
+            return given
         checked = []
-        for token_id in token_ids:
+        for token_id in given:
             if isinstance(token_id, bool) or not isinstance(token_id, int | numbers.Integral):
                 raise InvalidRequestError(
                     f"{name} holds {shown(token_id)}; every token id must be an integer.",

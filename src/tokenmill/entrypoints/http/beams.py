@@ -18,7 +18,7 @@ from tokenmill.sampling_params import SamplingParams
 
 _WITHOUT_MEANING = (
     "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "min_tokens",
+    "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "min_tokens",
     "prompt_logprobs", "logprob_token_ids", "thinking_token_budget", "repetition_detection",
     "vllm_xargs", "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
@@ -45,8 +45,9 @@ def beam_search_params(fields: SamplingFields, params: SamplingParams) -> BeamSe
             " stream=false.",
             parameter="use_beam_search",
         )
-    for name in _WITHOUT_MEANING:
-        if getattr(fields, name) is not None:
+    given = {name: getattr(fields, name) for name in _WITHOUT_MEANING}
+    for name, value in {**given, "logit_bias": params.logit_bias}.items():
+        if value is not None:
             raise InvalidRequestError(
                 f"{name} has no meaning with use_beam_search; leave it out.", parameter=name
             )

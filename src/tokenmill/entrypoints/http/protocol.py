@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from tokenmill.repetition import MAX_PATTERN_SIZE
 from tokenmill.sampling_params import (
@@ -41,6 +41,11 @@ _FORM = {
 }
 _STOPS = {"maxItems": MAX_STOP_STRINGS, "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _TOKEN_IDS = {"maxItems": MAX_STOP_TOKEN_IDS}
+_BIASES = {
+    "type": ["object", "null"],
+    "additionalProperties": {"type": "number"},
+    "maxProperties": MAX_LOGIT_BIASES,
+}
 
 
 class RepetitionDetection(Struct, kw_only=True, omit_defaults=True):
@@ -95,9 +100,9 @@ class SamplingFields(Struct, kw_only=True):
         ),
     ] = None
     logit_bias: Annotated[
-        dict[str, float] | None,
-        _meta("Token id to what is added to its logit.", maxProperties=MAX_LOGIT_BIASES),
-    ] = None
+        Raw | UnsetType, _meta("Token id to what is added to its logit.", **_BIASES)
+    ] = UNSET
+    """Decoded by `sampling.py`, if it is not too long."""
     allowed_token_ids: Annotated[
         list[int] | None,
         _meta("The only ids that may come.", minItems=1, maxItems=MAX_ALLOWED_TOKEN_IDS),

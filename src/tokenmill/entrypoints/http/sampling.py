@@ -8,20 +8,23 @@ from typing import Any
 import msgspec
 
 from tokenmill.config.serve_args import ServeArgs
+from tokenmill.entrypoints.http.pooling_protocol import PoolingFields
 from tokenmill.entrypoints.http.protocol import SamplingFields
 from tokenmill.entrypoints.http.state import ServerState
 from tokenmill.entrypoints.http.unsupported import sampling_extras
 from tokenmill.errors import InvalidRequestError, shown
-from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
+from tokenmill.sampling_params import ALL_LOGPROBS, MAX_LOGIT_BIASES, SamplingParams
 
 _SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop",
+    "repetition_penalty", "allowed_token_ids", "bad_words", "seed", "stop",
     "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
     "thinking_token_budget", "logprob_token_ids", "stream_interval", "skip_special_tokens",
     "spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs",
 )  # fmt: skip
 """Fields that the request and `SamplingParams` share."""
+_LONGEST_BIASES = 1 << 16
+"""Bytes: 64 for each entry."""
 MAX_TIMEOUT = 1e9
 """Seconds; longer waits have no meaning."""
 
@@ -38,6 +41,8 @@ def sampling_params(
     Raises `InvalidRequestError` that names the field.
     """
     given = {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
+    if (bias := logit_bias(fields)) is not None:
+        given["logit_bias"] = bias
     if fields.repetition_detection is not None:
         given["repetition_detection"] = msgspec.structs.asdict(fields.repetition_detection)
     if fields.vllm_xargs:
@@ -52,6 +57,28 @@ def sampling_params(
     return params
 
 
+def logit_bias(fields: SamplingFields) -> dict[str, float] | None:
+    """The field, decoded: a million entries are refused by their length.
+
+    Raises `InvalidRequestError`.
+    """
+    if isinstance(fields.logit_bias, msgspec.UnsetType):
+        return None
+    size = len(memoryview(fields.logit_bias))
+    if size > _LONGEST_BIASES:
+        raise InvalidRequestError(
+            f"logit_bias has {size} bytes of JSON, and {_LONGEST_BIASES} are read: at most"
+            f" {MAX_LOGIT_BIASES} entries are allowed.",
+            parameter="logit_bias",
+        )
+    try:
+        return msgspec.json.decode(fields.logit_bias, type=dict[str, float] | None)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(
+            f"logit_bias must map token ids to finite numbers ({error}).", parameter="logit_bias"
+        ) from error
+
+
 def check_stream(fields: SamplingFields) -> None:
     """Raise `InvalidRequestError` for fields that a stream lacks or needs."""
     if fields.stream_options is not None and not fields.stream:
@@ -64,7 +91,7 @@ def check_stream(fields: SamplingFields) -> None:
         )
 
 
-def deadline_of(fields: SamplingFields, args: ServeArgs) -> float | None:
+def deadline_of(fields: SamplingFields | PoolingFields, args: ServeArgs) -> float | None:
     """Seconds that a request may take: its own limit, at most the server's; None without any."""
     own = fields.timeout
     if own is not None and not 0 < own <= MAX_TIMEOUT:
@@ -76,7 +103,9 @@ def deadline_of(fields: SamplingFields, args: ServeArgs) -> float | None:
     return min(limits, default=None)
 
 
-def salt_of(fields: SamplingFields, key_name: str | None, args: ServeArgs) -> str | None:
+def salt_of(
+    fields: SamplingFields | PoolingFields, key_name: str | None, args: ServeArgs
+) -> str | None:
     """Who may share cached prefixes: those with the same salt and, if set so, the same key."""
     salt = fields.cache_salt
     if salt == "":
