@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
@@ -440,6 +441,28 @@ def test_b059_what_cannot_be_is_a_400_that_names_the_field(server, fields, param
         reply = server.chat(stream=stream, **fields)
         assert reply.status == 400
         assert reply.error["param"] == parameter
+    assert server.get("/health").status == 200
+
+
+DEEP: dict = {"type": "array"}
+for _ in range(300):
+    DEEP = {"type": "array", "items": DEEP}
+WIDE = {"enum": [f"value {i}" for i in range(90_000)]}
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [{"a": DEEP}, {"a": WIDE}, {"a": WIDE, "b": WIDE}, {"a": {"const": "x" * 1_000_000}}],
+    ids=["deep", "wide", "wider", "long"],
+)
+def test_b065_schemas_beyond_all_measure(server, properties):
+    tools = [tool("f", {"properties": properties})]
+    for choice in ("required", "auto"):
+        start = time.perf_counter()
+        reply = server.chat(tools=tools, tool_choice=choice)
+        assert time.perf_counter() - start < 5
+        assert reply.status == 400
+        assert reply.error["param"].startswith(("tools", "messages"))
     assert server.get("/health").status == 200
 
 

@@ -24,33 +24,44 @@ def completion_prompts(fields: CompletionRequest, max_prompts: int) -> list[str 
 
     Raises `InvalidRequestError` for an empty list, too many, or a mixture that has no meaning.
     """
-    given = fields.prompt
+    return given_prompts(fields.prompt, "prompt", max_prompts)
+
+
+def given_prompts(
+    given: str | list[int | str | list[int]], name: str, max_prompts: int
+) -> list[str | list[int]]:
+    """The prompts in the field `name`. Raises as `completion_prompts` does."""
     if isinstance(given, str):
         return [given]
     if not given:
-        raise InvalidRequestError("prompt is empty; give at least one.", parameter="prompt")
+        raise InvalidRequestError(f"{name} is empty; give at least one.", parameter=name)
     if isinstance(given[0], int):
         ids = [each for each in given if isinstance(each, int)]
         if len(ids) < len(given):
-            raise _mixture()
+            raise _mixture(name)
         return [ids]
     if len(given) > max_prompts:
-        raise InvalidRequestError(
-            f"prompt holds {len(given)} prompts, but a request may bring {max_prompts}"
-            f" (max_prompts); send fewer at a time.",
-            parameter="prompt",
-        )
+        raise too_many_prompts(name, len(given), max_prompts)
     prompts = [each for each in given if not isinstance(each, int)]
     if len(prompts) < len(given):
-        raise _mixture()
+        raise _mixture(name)
     return prompts
 
 
-def _mixture() -> InvalidRequestError:
+def too_many_prompts(name: str, count: int, max_prompts: int) -> InvalidRequestError:
+    """What a client is told that sends more than `max_prompts` at a time."""
     return InvalidRequestError(
-        "prompt mixes token ids with texts or lists; give the ids of one prompt, or a list of"
-        " prompts.",
-        parameter="prompt",
+        f"{name} holds {count} prompts, but a request may bring {max_prompts} (max_prompts); send"
+        f" fewer at a time.",
+        parameter=name,
+    )
+
+
+def _mixture(name: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{name} mixes token ids with texts or lists; give the ids of one prompt, or a list of"
+        f" prompts.",
+        parameter=name,
     )
 
 
@@ -114,7 +125,7 @@ async def chat_prompt(
     }
 
     def render() -> RenderedChat:
-        _check_num_values(given)
+        check_num_values(given)
         rendered = render_chat(
             state.tokenizer,
             fields.messages or [],
@@ -132,7 +143,7 @@ async def chat_prompt(
     return await state.in_text_thread(render)
 
 
-def _check_num_values(given: Mapping[str, Any]) -> None:
+def check_num_values(given: Mapping[str, Any]) -> None:
     """Refuse what would keep a template and its checks busy for longer than a prompt is worth."""
     room = MAX_TEMPLATE_VALUES
     for name, value in given.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.progress import ReasoningTally
+from tokenmill.entrypoints.http.prompts import check_num_values
 from tokenmill.entrypoints.http.protocol import ChatCompletionRequest
 from tokenmill.entrypoints.http.response_format import Form
 from tokenmill.entrypoints.http.state import ServerState
@@ -60,6 +61,7 @@ class AnswerPlan:
             else REASONING_FORMATS[settings.reasoning_parser]
         )
         self._is_open: bool | None = None
+        check_num_values({"tools": fields.tools})
         tools = _read_tools(fields.tools)
         self._mode, self._tools = _read_choice(fields.tool_choice, tools)
         self._parallel = fields.parallel_tool_calls is not False and self._mode != NAMED

@@ -157,8 +157,7 @@ class GrammarWriter:
                 return json.dumps(text) if token is None else f"<[{token}]>"
             case Schema(schema, place):
                 name = self._name("json")
-                enforced = _enforced(schema, place)
-                self.rule(name, f"%json {json.dumps({**enforced, **_EXTRA_KEYWORDS})}")
+                self.rule(name, f"%json {_enforced(schema, place)}")
                 return name
             case Keywords(tool, schema):
                 return self._keywords(tool, schema)
@@ -229,10 +228,11 @@ class GrammarWriter:
         return f"{kind}_{self._num_names}"
 
 
-def _enforced(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The schema as backends enforce it."""
+def _enforced(schema: Mapping[str, Any], place: str) -> str:
+    """The schema as backends enforce it, as text."""
     try:
-        return enforceable_schema(copy.deepcopy(dict(schema)), closed=False)
+        enforced = enforceable_schema(copy.deepcopy(dict(schema)), closed=False)
+        return json.dumps({**enforced, **_EXTRA_KEYWORDS})
     except ValueError as error:
         raise InvalidRequestError(
             f"{place} has a schema that cannot be enforced: {error}.", parameter=place
