@@ -1,6 +1,4 @@
 // Attention and cache writes as a whole: choose the instruction set, split the work.
-#include <stdexcept>
-
 #include "attention_plan.h"
 #include "isa.h"
 #include "pool.h"
@@ -9,11 +7,8 @@ namespace tokenmill {
 namespace {
 
 AttentionKernel choose(KvFormat format) {
-  switch (active_isa()) {
-    case Isa::amx: return format == KvFormat::float32 ? attention_avx512 : attention_amx;
-    case Isa::avx512: return attention_avx512;
-    default: throw std::runtime_error("the native kernels need AVX-512 with VNNI and BF16");
-  }
+  const AttentionKernel tiles = format == KvFormat::float32 ? attention_avx512 : attention_amx;
+  return at_level(attention_avx2, attention_avx512, tiles);
 }
 
 }  // namespace
@@ -21,6 +16,7 @@ AttentionKernel choose(KvFormat format) {
 void attention(AttentionCall call, AttentionPlan& plan) {
   call.tables = plan.tables();
   const AttentionKernel kernel = choose(call.shape.cache.format);
+  const auto merge = at_level(merge_partials_avx2, merge_partials_avx512);
   const auto& tasks = plan.tasks();
   const auto& merges = plan.merges();
   float* partials = plan.partials();
@@ -29,16 +25,15 @@ void attention(AttentionCall call, AttentionPlan& plan) {
     kernel(call, {tasks.data(), num_tasks, task, threads}, partials);
   });
   parallel_for(static_cast<int>(merges.size()),
-               [&](int task, int) { merge_partials_avx512(call, merges[task], partials); });
+               [&](int task, int) { merge(call, merges[task], partials); });
 }
 
 void write_kv(const KvWrite& call) {
-  if (active_isa() == Isa::reference)
-    throw std::runtime_error("the native kernels need AVX-512 with VNNI and BF16");
+  const auto kernel = at_level(write_kv_avx2, write_kv_avx512);
   constexpr int kTaskTokens = 8;
   parallel_for(ceil_div(call.num_tokens, kTaskTokens), [&](int task, int) {
     const int token = task * kTaskTokens;
-    write_kv_avx512(call, token, min_of(token + kTaskTokens, call.num_tokens));
+    kernel(call, token, min_of(token + kTaskTokens, call.num_tokens));
   });
 }
 

@@ -20,8 +20,8 @@
 //     o         p . v from zero, with p rounded to the cache's type
 //   int8        q is rounded to bf16, and p times the scales of V
 //     amx       to bf16 as well; codes are multiplied as bf16
-//     avx512    to int16 codes of the largest of the partition, and q to those of its largest
-//               value; codes are multiplied exactly. Both lose less than the codes of K and V do
+//     avx512,   to int16 codes of the largest of the partition, and q to those of its largest
+//     avx2      value; codes are multiplied exactly. Both lose less than the codes of K and V do
 //   partitions are merged in order: m', l' = l exp(m - m') + ..., o' likewise; out = o / l
 // Which rows share a tile, which keys a tile skips, and which threads work changes no bit of it.
 #pragma once
@@ -170,7 +170,10 @@ using AttentionKernel = void (*)(const AttentionCall&, const TaskQueue&, float* 
 
 void attention_amx(const AttentionCall&, const TaskQueue&, float* partials);
 void attention_avx512(const AttentionCall&, const TaskQueue&, float* partials);
+void attention_avx2(const AttentionCall&, const TaskQueue&, float* partials);
 void merge_partials_avx512(const AttentionCall&, const MergeTask&, const float* partials);
+void merge_partials_avx2(const AttentionCall&, const MergeTask&, const float* partials);
 void write_kv_avx512(const KvWrite&, int token_begin, int token_end);
+void write_kv_avx2(const KvWrite&, int token_begin, int token_end);
 
 }  // namespace tokenmill

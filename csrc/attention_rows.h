@@ -7,6 +7,7 @@
 #include "pool.h"
 
 namespace tokenmill {
+namespace {  // classes, too, are compiled for each instruction set by itself
 
 // Floats between two rows of scores; a cache line more than needed, so that the rows of a tile do
 // not fall into the same few sets of the cache.
@@ -296,4 +297,5 @@ static void walk(Worker& worker, const AttentionCall& call, const TaskQueue& que
   } while (visit.advance());
 }
 
+}  // namespace
 }  // namespace tokenmill

@@ -12,6 +12,16 @@
 #define TOKENMILL_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace tokenmill {
+namespace {  // classes, too, are compiled for each instruction set by itself
+
+#if defined(TOKENMILL_REGISTER_PAIRS)
+constexpr int kMostColumns = 1;  // 4 rows of sums, the column and a row's word are 12 of 16
+static TOKENMILL_INLINE void keep_in_register(__m512i&) {}
+#else
+constexpr int kMostColumns = 4;
+// Compilers would load it again for each row.
+static TOKENMILL_INLINE void keep_in_register(__m512i& word) { __asm__("" : "+v"(word)); }
+#endif
 
 struct Bf16Words {
   using Value = bf16;
@@ -104,7 +114,7 @@ struct Sums {
     __m512i words[Columns];
     repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA {
       __m512i word = load(c.value);
-      __asm__("" : "+v"(word));  // in a register; compilers would load it again for each row
+      keep_in_register(word);
       words[c.value] = word;
     });
     repeat<Rows>([&](auto r) TOKENMILL_INLINE_LAMBDA {
@@ -151,21 +161,25 @@ class VectorProducts {
               const AheadUnit* ahead, float* out, int out_stride) const {
     const int num_groups = ceil_div(units.num_keys, kKeyGroup);
     int g = 0;
-    for (; g + 4 <= num_groups; g += 4)
-      score_groups<4>(q, row_scales, units, ahead, g, 4, out + g * 16, out_stride);
-    for (; g < num_groups; g += 2)
-      score_groups<2>(q, row_scales, units, ahead, g, num_groups - g, out + g * 16, out_stride);
+    for (; g + kMostColumns <= num_groups; g += kMostColumns)
+      score_groups<kMostColumns>(q, row_scales, units, ahead, g, kMostColumns, out + g * 16,
+                                 out_stride);
+    if constexpr (kMostColumns > 2)
+      for (; g < num_groups; g += 2)
+        score_groups<2>(q, row_scales, units, ahead, g, num_groups - g, out + g * 16, out_stride);
   }
 
   // out[r] = sum of p[r][token] v[token] over the keys of the units, for int8 times row_scales[r].
   void weighted(const WordRows& p, const float* row_scales, const Units& units,
                 const AheadUnit* ahead, float* out) const {
     int run = 0;
-    for (; run + 4 <= num_runs_; run += 4)
-      weighted_runs<4>(p, row_scales, units, ahead, run, out);
-    for (; run + 2 <= num_runs_; run += 2)
-      weighted_runs<2>(p, row_scales, units, ahead, run, out);
-    if (run < num_runs_) weighted_runs<1>(p, row_scales, units, ahead, run, out);
+    if constexpr (kMostColumns > 1) {
+      for (; run + 4 <= num_runs_; run += 4)
+        weighted_runs<4>(p, row_scales, units, ahead, run, out);
+      for (; run + 2 <= num_runs_; run += 2)
+        weighted_runs<2>(p, row_scales, units, ahead, run, out);
+    }
+    for (; run < num_runs_; ++run) weighted_runs<1>(p, row_scales, units, ahead, run, out);
   }
 
  private:
@@ -285,4 +299,5 @@ class VectorProducts {
   const std::int64_t code_bytes_;  // of 16 tokens
 };
 
+}  // namespace
 }  // namespace tokenmill

@@ -15,8 +15,7 @@ using Rows = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::devi
 using Words = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void apply_bitmask(const LogitsMatrix& logits, const Rows& rows, const Words& words) {
-  if (active_isa() == Isa::reference)
-    throw std::runtime_error("the native kernels need AVX-512 with VNNI and BF16");
+  const auto kernel = at_level(apply_bitmask_avx2, apply_bitmask_avx512);
   check_matrix(logits, "logits", logits.shape(1));
   const auto vocab_size = static_cast<std::int64_t>(logits.shape(1));
   const auto num_rows = static_cast<std::int64_t>(logits.shape(0));
@@ -33,8 +32,7 @@ void apply_bitmask(const LogitsMatrix& logits, const Rows& rows, const Words& wo
   const std::int64_t stride = logits.stride(0);
   Unlocked unlocked;
   parallel_for(static_cast<int>(last - first), [&](int i, int) {
-    apply_bitmask_avx512(values + first[i] * stride, static_cast<int>(vocab_size),
-                         bits + i * num_words);
+    kernel(values + first[i] * stride, static_cast<int>(vocab_size), bits + i * num_words);
   });
 }
 

@@ -63,6 +63,8 @@ Multiplier multiplier(const std::string& name) {
   if (name == "avx512_bf16") return Multiplier::avx512_bf16;
   if (name == "avx512_float32") return Multiplier::avx512_float32;
   if (name == "avx512_int8") return Multiplier::avx512_int8;
+  if (name == "avx2_float32") return Multiplier::avx2_float32;
+  if (name == "avx2_int8") return Multiplier::avx2_int8;
   throw std::invalid_argument("no multiplier is called " + name);
 }
 

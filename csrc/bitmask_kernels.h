@@ -5,8 +5,8 @@
 
 namespace tokenmill {
 
-// Sets values[t] to -inf where bit t % 32 of words[t / 32] is not set, for t in [0, count). With
-// AVX-512.
+// Sets values[t] to -inf where bit t % 32 of words[t / 32] is not set, for t in [0, count).
+void apply_bitmask_avx2(float* values, int count, const std::uint32_t* words);
 void apply_bitmask_avx512(float* values, int count, const std::uint32_t* words);
 
 }  // namespace tokenmill

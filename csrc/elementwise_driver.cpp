@@ -1,6 +1,5 @@
 // Elementwise kernels as a whole: the split among threads.
 #include <algorithm>
-#include <stdexcept>
 
 #include "elementwise_kernels.h"
 #include "isa.h"
@@ -11,15 +10,10 @@ namespace {
 
 constexpr int kTaskValues = 1 << 13;
 
-void require_vectors() {
-  if (active_isa() == Isa::reference)
-    throw std::runtime_error("the native kernels need AVX-512 with VNNI and BF16");
-}
-
 // body(Range) over rows, in tasks of a few thousand values.
 template <class F>
 void for_rows(int num_rows, int row_values, F&& body) {
-  require_vectors();
+  require_kernels();
   const int task_rows = kTaskValues / (row_values + 1) + 1;
   parallel_for(ceil_div(num_rows, task_rows), [&](int task, int) {
     const int row = task * task_rows;
@@ -30,16 +24,19 @@ void for_rows(int num_rows, int row_values, F&& body) {
 }  // namespace
 
 void add_rms_norm(const NormCall& call) {
-  for_rows(call.num_rows, call.size, [&](Range rows) { add_rms_norm_avx512(call, rows); });
+  const auto kernel = at_level(add_rms_norm_avx2, add_rms_norm_avx512);
+  for_rows(call.num_rows, call.size, [&](Range rows) { kernel(call, rows); });
 }
 
 void head_rms_norm(const HeadNormCall& call) {
+  const auto kernel = at_level(head_rms_norm_avx2, head_rms_norm_avx512);
   for_rows(call.num_rows, call.num_heads * call.head_size,
-           [&](Range rows) { head_rms_norm_avx512(call, rows); });
+           [&](Range rows) { kernel(call, rows); });
 }
 
 void gated_activation(const GateCall& call) {
-  for_rows(call.num_rows, 2 * call.size, [&](Range rows) { gated_activation_avx512(call, rows); });
+  const auto kernel = at_level(gated_activation_avx2, gated_activation_avx512);
+  for_rows(call.num_rows, 2 * call.size, [&](Range rows) { kernel(call, rows); });
 }
 
 }  // namespace tokenmill

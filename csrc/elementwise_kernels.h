@@ -52,10 +52,13 @@ void head_rms_norm(const HeadNormCall& call);
 void gated_activation(const GateCall& call);
 
 // ---------------------------------------------------------------------------------------------
-// With AVX-512.
+// What the instruction sets provide.
 
+void add_rms_norm_avx2(const NormCall&, Range rows);
 void add_rms_norm_avx512(const NormCall&, Range rows);
+void head_rms_norm_avx2(const HeadNormCall&, Range rows);
 void head_rms_norm_avx512(const HeadNormCall&, Range rows);
+void gated_activation_avx2(const GateCall&, Range rows);
 void gated_activation_avx512(const GateCall&, Range rows);
 
 }  // namespace tokenmill

@@ -1,6 +1,4 @@
 // Products as a whole: choose the instruction set, split the work among the threads.
-#include <stdexcept>
-
 #include "common.h"
 #include "gemm_kernels.h"
 #include "isa.h"
@@ -45,15 +43,6 @@ struct Split {
   }
 };
 
-template <class Kernel>
-Kernel choose(Kernel amx, Kernel avx512) {
-  switch (active_isa()) {
-    case Isa::amx: return amx;
-    case Isa::avx512: return avx512;
-    default: throw std::runtime_error("the native kernels need AVX-512 with VNNI and BF16");
-  }
-}
-
 // x with rows of zeros behind K, so that kernels see whole steps.
 Bf16Rows pad_rows(const Bf16Rows& x, int m, int k) {
   const int padded = round_up(k, kStep);
@@ -70,7 +59,7 @@ Bf16Rows pad_rows(const Bf16Rows& x, int m, int k) {
 
 void gemm_bf16(const Bf16Rows& x, int m, const Bf16Weights& weights, const OutputRows& out) {
   if (m == 0 || weights.n == 0) return;
-  const Bf16Kernel kernel = choose(gemm_bf16_amx, gemm_bf16_avx512);
+  const Bf16Kernel kernel = at_level(gemm_bf16_avx2, gemm_bf16_avx512, gemm_bf16_amx);
   const Bf16Rows rows = weights.k % kStep == 0 ? x : pad_rows(x, m, weights.k);
   const std::int64_t row_bytes = std::int64_t{round_up(weights.k, kStep)} * sizeof(bf16);
   Split(m, weights.n, row_bytes, row_bytes * kPanel)
@@ -82,7 +71,7 @@ void gemm_bf16(const Bf16Rows& x, int m, const Bf16Weights& weights, const Outpu
 void gemm_float32(const Float32Rows& x, int m, const Float32Weights& weights,
                   const OutputRows& out) {
   if (m == 0 || weights.n == 0) return;
-  const Float32Kernel kernel = choose(gemm_float32_avx512, gemm_float32_avx512);
+  const Float32Kernel kernel = at_level(gemm_float32_avx2, gemm_float32_avx512);
   const std::int64_t row_bytes = std::int64_t{weights.k} * sizeof(float);
   Split(m, weights.n, row_bytes, row_bytes * kPanel)
       .run(m, weights.n, [&](Range block, Range panels) {
@@ -93,7 +82,7 @@ void gemm_float32(const Float32Rows& x, int m, const Float32Weights& weights,
 void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
                  const OutputRows& out) {
   if (m == 0 || weights.n == 0) return;
-  const BlockKernel kernel = choose(gemm_blocks_amx, gemm_blocks_avx512);
+  const BlockKernel kernel = at_level(gemm_blocks_avx2, gemm_blocks_avx512, gemm_blocks_amx);
   const std::int64_t row_bytes = x.num_groups * sizeof(QuantizedGroup) / QuantizedGroup::kRows;
   Split(m, weights.n, row_bytes, x.num_groups * weights.format.group_bytes())
       .run(m, weights.n, [&](Range block, Range panels) {
@@ -103,7 +92,7 @@ void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
 
 void quantize_rows(const FloatRows& x, int m, const QuantizedRows& out) {
   if (m == 0) return;
-  const auto kernel = choose(quantize_rows_avx512, quantize_rows_avx512);
+  const auto kernel = at_level(quantize_rows_avx2, quantize_rows_avx512);
   constexpr int kTaskGroups = 512;
   const int task_rows = kTaskGroups / (out.num_groups + 1) + 1;
   parallel_for(ceil_div(m, task_rows), [&](int task, int) {

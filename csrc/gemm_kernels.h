@@ -15,12 +15,13 @@
 // A half of a step is what an AMX tile holds, and in AVX-512 a row of it fills a register.
 //
 // Every output is one sum along K in one order, whatever M, the neighbours and the threads are.
-//   bf16    pairs along K, added to a float32 one after another, as the instruction does it
+//   bf16    pairs along K, added to a float32 one after another, as the instruction does it; with
+//           AVX2 one fused multiply-add after another
 //   float32 one fused multiply-add after another
 //   blocks  sum = 0; for each group:
 //             sum = fma(float(sum of codes * x_codes), scale * x_scale, sum)
 //             sum = fma(minimum, x_scaled_sum, sum)
-//           the inner sum is an exact integer, so both instruction sets give the same bits
+//           the inner sum is an exact integer, so all instruction sets give the same bits
 // The bias is added to the finished sum, and the result rounded to bf16 if that is wanted.
 #pragma once
 
@@ -174,16 +175,23 @@ using Float32Kernel = void (*)(const Float32Rows&, Range rows, const Float32Weig
 using BlockKernel = void (*)(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
                              const OutputRows&);
 
+void gemm_bf16_avx2(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
+                    const OutputRows&);
 void gemm_bf16_avx512(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
                       const OutputRows&);
 void gemm_bf16_amx(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
                    const OutputRows&);
+void gemm_float32_avx2(const Float32Rows&, Range rows, const Float32Weights&, Range panels,
+                       const OutputRows&);
 void gemm_float32_avx512(const Float32Rows&, Range rows, const Float32Weights&, Range panels,
                          const OutputRows&);
+void gemm_blocks_avx2(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
+                      const OutputRows&);
 void gemm_blocks_avx512(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
                         const OutputRows&);
 void gemm_blocks_amx(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
                      const OutputRows&);
+void quantize_rows_avx2(const FloatRows&, Range rows, const QuantizedRows&);
 void quantize_rows_avx512(const FloatRows&, Range rows, const QuantizedRows&);
 
 }  // namespace tokenmill

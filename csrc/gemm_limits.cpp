@@ -44,6 +44,16 @@ void fill_random(bf16* values, std::size_t count) {
   }
 }
 
+Isa level_of(Multiplier multiplier) {
+  switch (multiplier) {
+    case Multiplier::amx_registers:
+    case Multiplier::amx_cache: return Isa::amx;
+    case Multiplier::avx2_float32:
+    case Multiplier::avx2_int8: return Isa::avx2;
+    default: return Isa::avx512;
+  }
+}
+
 double multiply(Multiplier multiplier, const void* data) {
   switch (multiplier) {
     case Multiplier::amx_registers: return multiply_registers_amx(data);
@@ -51,6 +61,8 @@ double multiply(Multiplier multiplier, const void* data) {
     case Multiplier::avx512_bf16: return multiply_bf16_avx512(data);
     case Multiplier::avx512_float32: return multiply_float32_avx512(data);
     case Multiplier::avx512_int8: return multiply_int8_avx512(data);
+    case Multiplier::avx2_float32: return multiply_float32_avx2(data);
+    case Multiplier::avx2_int8: return multiply_int8_avx2(data);
   }
   return 0;
 }
@@ -58,7 +70,7 @@ double multiply(Multiplier multiplier, const void* data) {
 }  // namespace
 
 double measure_read_bandwidth(std::size_t num_bytes, int repeats) {
-  need(Isa::avx512);
+  const auto read_bytes = at_level(read_bytes_avx2, read_bytes_avx512);
   num_bytes = round_up(num_bytes == 0 ? kReadTask : num_bytes, std::size_t{4096});
   const std::shared_ptr<void> buffer = allocate_weights(num_bytes);
   std::memset(buffer.get(), 1, num_bytes);  // pages that were never written are all the same one
@@ -69,16 +81,14 @@ double measure_read_bandwidth(std::size_t num_bytes, int repeats) {
     seconds = min_of(seconds, best_seconds(repeats / 2 + 1, [&] {
       parallel_for(num_tasks, [&](int task, int) {
         const std::size_t begin = task * kReadTask;
-        read_bytes_avx512(data + begin, min_of(kReadTask, num_bytes - begin), ahead);
+        read_bytes(data + begin, min_of(kReadTask, num_bytes - begin), ahead);
       });
     }));
   return static_cast<double>(num_bytes) / seconds;
 }
 
 double measure_peak(Multiplier multiplier, int repeats) {
-  const bool has_tiles =
-      multiplier == Multiplier::amx_registers || multiplier == Multiplier::amx_cache;
-  need(has_tiles ? Isa::amx : Isa::avx512);
+  need(level_of(multiplier));
   const std::size_t size = kCacheOperands * num_threads();
   const std::shared_ptr<void> buffer = allocate_weights(size);
   fill_random(static_cast<bf16*>(buffer.get()), size / sizeof(bf16));

@@ -17,6 +17,8 @@ enum class Multiplier {
   avx512_bf16,    // bf16 pairs, operands in registers
   avx512_float32, // floats, operands in registers
   avx512_int8,    // int8 quads, operands in registers
+  avx2_float32,   // floats, operands in registers
+  avx2_int8,      // unsigned times signed bytes, added up in 16 bits, operands in registers
 };
 
 // Operations per second of all threads together, a multiplication and an addition being two; the
@@ -27,6 +29,7 @@ double measure_peak(Multiplier multiplier, int repeats);
 
 // What the instruction sets provide: one thread's share of a round. The prefetch runs `ahead` bytes
 // ahead.
+void read_bytes_avx2(const void* data, std::size_t num_bytes, std::size_t ahead);
 void read_bytes_avx512(const void* data, std::size_t num_bytes, std::size_t ahead);
 // These return the operations done. `data` are bf16 operands, a multiple of four tiles (4 kB).
 double multiply_registers_amx(const void* data);
@@ -34,5 +37,7 @@ double multiply_cache_amx(const void* data, std::size_t num_bytes);
 double multiply_bf16_avx512(const void* data);
 double multiply_float32_avx512(const void* data);
 double multiply_int8_avx512(const void* data);
+double multiply_float32_avx2(const void* data);
+double multiply_int8_avx2(const void* data);
 
 }  // namespace tokenmill

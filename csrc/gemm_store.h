@@ -6,6 +6,7 @@
 #include "gemm_kernels.h"
 
 namespace tokenmill {
+namespace {
 
 // Where the 32 columns of a panel go. Columns beyond n are masked.
 class PanelOutput {
@@ -39,4 +40,5 @@ class PanelOutput {
   __m512 bias_[2];
 };
 
+}  // namespace
 }  // namespace tokenmill

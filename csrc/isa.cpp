@@ -13,7 +13,7 @@
 namespace tokenmill {
 namespace {
 
-constexpr const char* kNames[] = {"reference", "avx512", "amx"};
+constexpr const char* kNames[] = {"reference", "avx2", "avx512", "amx"};
 
 struct Registers {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -35,14 +35,21 @@ std::uint64_t saved_states() {
   return (static_cast<std::uint64_t>(high) << 32) | low;
 }
 
+bool has_avx2() {
+  constexpr std::uint64_t kYmmStates = 0x6;  // SSE, AVX
+  const Registers basic = cpuid(1, 0), extended = cpuid(7, 0);
+  return (saved_states() & kYmmStates) == kYmmStates &&
+         bit(basic.ecx, 12) && bit(basic.ecx, 29) &&  // FMA, F16C
+         bit(extended.ebx, 5);                        // AVX2
+}
+
 bool has_avx512() {
   constexpr std::uint64_t kZmmStates = 0xe6;  // SSE, AVX, masks, both halves of zmm
-  const Registers basic = cpuid(1, 0), extended = cpuid(7, 0), more = cpuid(7, 1);
-  return (saved_states() & kZmmStates) == kZmmStates &&
-         bit(basic.ecx, 12) && bit(basic.ecx, 29) &&         // FMA, F16C
-         bit(extended.ebx, 5) && bit(extended.ebx, 16) &&    // AVX2, AVX512F
-         bit(extended.ebx, 17) && bit(extended.ebx, 30) &&   // DQ, BW
-         bit(extended.ebx, 31) && bit(extended.ecx, 11) &&   // VL, VNNI
+  const Registers extended = cpuid(7, 0), more = cpuid(7, 1);
+  return has_avx2() && (saved_states() & kZmmStates) == kZmmStates &&
+         bit(extended.ebx, 16) && bit(extended.ebx, 17) &&   // F, DQ
+         bit(extended.ebx, 30) && bit(extended.ebx, 31) &&   // BW, VL
+         bit(extended.ecx, 11) &&                            // VNNI
          bit(more.eax, 5);                                   // BF16
 }
 
@@ -57,12 +64,13 @@ bool has_amx() {
 }
 
 Isa detect() {
-  if (!has_avx512()) return Isa::reference;
+  if (!has_avx2()) return Isa::reference;
+  if (!has_avx512()) return Isa::avx2;
   return has_amx() ? Isa::amx : Isa::avx512;
 }
 
 Isa parse(const std::string& name) {
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 4; ++i) {
     if (name != kNames[i]) continue;
     const Isa isa = static_cast<Isa>(i);
     if (isa > detected_isa())
@@ -70,7 +78,7 @@ Isa parse(const std::string& name) {
                                isa_name(detected_isa()));
     return isa;
   }
-  throw std::runtime_error("TOKENMILL_ISA is " + name + "; it takes amx, avx512 or reference");
+  throw std::runtime_error("TOKENMILL_ISA is " + name + "; it takes amx, avx512, avx2 or reference");
 }
 
 Isa initial() {
@@ -93,6 +101,11 @@ Isa detected_isa() {
 }
 
 Isa active_isa() { return active().load(std::memory_order_relaxed); }
+
+void require_kernels() {
+  if (active_isa() == Isa::reference)
+    throw std::runtime_error("the native kernels need AVX2 with FMA and F16C");
+}
 
 void set_active_isa(const char* name) { active().store(parse(name)); }
 

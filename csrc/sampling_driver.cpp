@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <stdexcept>
 
 #include "common.h"
 #include "isa.h"
@@ -14,12 +13,7 @@ namespace tokenmill {
 namespace {
 
 constexpr float kInfinity = __builtin_inff();
-constexpr int kRun = 64;  // of run_maxima_avx512
-
-void require_vectors() {
-  if (active_isa() == Isa::reference)
-    throw std::runtime_error("the native kernels need AVX-512 with VNNI and BF16");
-}
+constexpr int kRun = 64;  // of run_maxima
 
 std::uint64_t mix64(std::uint64_t z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -32,7 +26,7 @@ std::uint64_t mix64(std::uint64_t z) {
 float lower_bound(const float* values, int count, int k, float* maxima) {
   const int num_runs = ceil_div(count, kRun);
   if (k > num_runs) return -kInfinity;
-  run_maxima_avx512(values, count, maxima);
+  run_maxima(values, count, maxima);
   std::nth_element(maxima, maxima + k - 1, maxima + num_runs, std::greater<float>());
   return maxima[k - 1];
 }
@@ -58,9 +52,9 @@ Threshold find_threshold(Weighted some, double wanted) {
   double above = 0.0;
   for (;;) {
     const float pivot = middle(some);
-    const Split split = split_avx512(some, pivot);
+    const Split split = tokenmill::split(some, pivot);
     if (split.num_above > 0 && above + split.weight_above >= wanted) {
-      some.count = keep_avx512(some, pivot, true);
+      some.count = keep(some, pivot, true);
       continue;
     }
     above += split.weight_above;
@@ -68,7 +62,7 @@ Threshold find_threshold(Weighted some, double wanted) {
         split.num_above + split.num_equal == some.count)
       return {pivot, above, split.weight_equal / split.num_equal};
     above += split.weight_equal;
-    some.count = keep_avx512(some, pivot, false);
+    some.count = keep(some, pivot, false);
   }
 }
 
@@ -88,18 +82,18 @@ class RowSampler {
 
   void run() {
     const float* logits = call_.logits.row(row_);
-    const Largest best = find_largest_avx512(logits, size_);
+    const Largest best = find_largest(logits, size_);
     call_.token_ids[row_] = best.index;
     call_.is_valid[row_] = std::isfinite(best.value);
     if (call_.is_greedy[row_] || !std::isfinite(best.value)) return;
     const Kept kept = filter(logits, best.value);
-    call_.token_ids[row_] = draw_avx512(scaled_, size_, best.index, kept, key());
+    call_.token_ids[row_] = draw(scaled_, size_, best.index, kept, key());
   }
 
   // The row as it is drawn from.
   void run_filter(float* out) {
     const float* logits = call_.logits.row(row_);
-    const Largest best = find_largest_avx512(logits, size_);
+    const Largest best = find_largest(logits, size_);
     if (call_.is_greedy[row_] || !std::isfinite(best.value)) {
       std::copy(logits, logits + size_, out);
       return;
@@ -115,7 +109,7 @@ class RowSampler {
  private:
   // Scales the logits; which of them may be drawn.
   Kept filter(const float* logits, float best) {
-    scale_logits_avx512(logits, size_, best, call_.temperature[row_], scaled_);
+    scale_logits(logits, size_, best, call_.temperature[row_], scaled_);
     Kept kept{-kInfinity, size_};
     if (call_.min_p[row_] > 0.0f) kept.lowest = std::log(call_.min_p[row_]);
     if (call_.top_k[row_] > 0 && call_.top_k[row_] < size_)
@@ -134,26 +128,26 @@ class RowSampler {
 
   float kth_largest(int k) {
     const float lowest = lower_bound(scaled_, size_, k, maxima_);
-    const Weighted some = gather_avx512({scaled_, nullptr, size_}, lowest,
+    const Weighted some = gather({scaled_, nullptr, size_}, lowest,
                                         {candidates_.values, nullptr, 0});
     return find_threshold(some, k).value;
   }
 
   Kept nucleus(float lowest, double top_p) {
     Weighted some{scaled_, nullptr, size_};
-    if (lowest > -kInfinity) some = gather_avx512(some, lowest, candidates_);
+    if (lowest > -kInfinity) some = gather(some, lowest, candidates_);
     some.weights = weights_;
-    const double mass = weigh_avx512(some);
+    const double mass = weigh(some);
     // Tokens below this share of the mass sum to less than 1 - top_p, so none of them is kept.
     const double share = std::log((1.0 - top_p) / size_ * mass) - 1e-3;
-    some = gather_avx512(some, std::min(static_cast<float>(share), 0.0f), candidates_);
+    some = gather(some, std::min(static_cast<float>(share), 0.0f), candidates_);
     const Threshold last = find_threshold(some, top_p * mass);
     // Of equal ones those with the smallest ids are kept, as many as it takes, at least one.
     const double num_kept =
         std::max(1.0, std::ceil((top_p * mass - last.weight_above) / last.weight_equal));
     if (num_kept >= size_) return {last.value, size_};
     return {last.value,
-            find_equal_avx512(scaled_, size_, last.value, static_cast<int>(num_kept))};
+            find_equal(scaled_, size_, last.value, static_cast<int>(num_kept))};
   }
 
   const SampleCall& call_;
@@ -175,7 +169,7 @@ class RowScorer {
   void run() {
     const int num_best = static_cast<int>(call_.num_best[row_]);
     token_ids_[0] = call_.chosen[row_];
-    const Largest best = find_largest_avx512(values_, size_);
+    const Largest best = find_largest(values_, size_);
     call_.is_finite[row_] = std::isfinite(best.value);
     if (!std::isfinite(best.value)) {
       for (int i = 1; i <= num_best; ++i) token_ids_[i] = i - 1;
@@ -183,12 +177,12 @@ class RowScorer {
       call_.ranks[row_] = 0;
       return;
     }
-    const double sum = sum_exp_avx512(values_, size_, best.value);
+    const double sum = sum_exp(values_, size_, best.value);
     const double log_sum = static_cast<double>(best.value) + std::log(sum);
     if (num_best > 0) list_best(num_best);
     for (int i = 0; i <= num_best; ++i)
       logprobs_[i] = static_cast<float>(values_[token_ids_[i]] - log_sum);
-    call_.ranks[row_] = count_at_least_avx512(values_, size_, values_[token_ids_[0]]);
+    call_.ranks[row_] = count_at_least(values_, size_, values_[token_ids_[0]]);
   }
 
  private:
@@ -197,7 +191,7 @@ class RowScorer {
         thread_scratch(2, sizeof(float) * (std::size_t(size_) + ceil_div(size_, kRun))));
     const float lowest =
         lower_bound(values_, size_, n, reinterpret_cast<float*>(indices + size_));
-    const int count = collect_avx512(values_, size_, lowest, indices);
+    const int count = collect(values_, size_, lowest, indices);
     std::partial_sort(indices, indices + n, indices + count, [this](int a, int b) {
       return values_[a] > values_[b] || (values_[a] == values_[b] && a < b);
     });
@@ -214,18 +208,18 @@ class RowScorer {
 }  // namespace
 
 void sample(const SampleCall& call) {
-  require_vectors();
+  require_kernels();
   parallel_for(call.logits.num_rows, [&](int row, int) { RowSampler(call, row).run(); });
 }
 
 void filter_logits(const SampleCall& call, float* out, std::int64_t out_stride) {
-  require_vectors();
+  require_kernels();
   parallel_for(call.logits.num_rows,
                [&](int row, int) { RowSampler(call, row).run_filter(out + row * out_stride); });
 }
 
 void score_tokens(const ScoreCall& call) {
-  require_vectors();
+  require_kernels();
   parallel_for(call.logits.num_rows, [&](int row, int) { RowScorer(call, row).run(); });
 }
 

@@ -47,29 +47,30 @@ void filter_logits(const SampleCall& call, float* out, std::int64_t out_stride);
 void score_tokens(const ScoreCall& call);
 
 // ---------------------------------------------------------------------------------------------
-// With AVX-512.
+// Passes over a row. Each calls what the instruction set in use provides: `name_avx2` or
+// `name_avx512`.
 
 // The largest of some values and its smallest index. NaN and any index if there is a NaN.
 struct Largest {
   float value;
   int index;
 };
-Largest find_largest_avx512(const float* values, int count);
+Largest find_largest(const float* values, int count);
 
 // Sum of exp(values - shift) for values of at most `shift`.
-double sum_exp_avx512(const float* values, int count, float shift);
+double sum_exp(const float* values, int count, float shift);
 
-int count_at_least_avx512(const float* values, int count, float lowest);
+int count_at_least(const float* values, int count, float lowest);
 
 // out = (values - best) / temperature.
-void scale_logits_avx512(const float* values, int count, float best, float temperature,
+void scale_logits(const float* values, int count, float best, float temperature,
                          float* out);
 
 // The largest of each run of 64 values.
-void run_maxima_avx512(const float* values, int count, float* maxima);
+void run_maxima(const float* values, int count, float* maxima);
 
 // Indices of the values that are at least `lowest`, in order; returns how many there are.
-int collect_avx512(const float* values, int count, float lowest, std::int32_t* indices);
+int collect(const float* values, int count, float lowest, std::int32_t* indices);
 
 // Values with weights; weights may be null. There is space for 15 more behind both.
 struct Weighted {
@@ -79,23 +80,23 @@ struct Weighted {
 };
 
 // weights = exp(values) for values of at most 0; returns their sum.
-double weigh_avx512(const Weighted& some);
+double weigh(const Weighted& some);
 
 // The values from `lowest` on, and their weights, in `to`; their values may be in the same place.
-Weighted gather_avx512(const Weighted& from, float lowest, const Weighted& to);
+Weighted gather(const Weighted& from, float lowest, const Weighted& to);
 
 // Keeps the values above `pivot`, or those below it, in place; returns how many.
-int keep_avx512(const Weighted& some, float pivot, bool above);
+int keep(const Weighted& some, float pivot, bool above);
 
 // How values lie to one of them. Without weights each counts 1.
 struct Split {
   double weight_above, weight_equal;
   int num_above, num_equal;
 };
-Split split_avx512(const Weighted& some, float pivot);
+Split split(const Weighted& some, float pivot);
 
 // The index of the n-th value, from 1 on, that equals `value`.
-int find_equal_avx512(const float* values, int count, float value, int n);
+int find_equal(const float* values, int count, float value, int n);
 
 // The tokens that may be drawn: those above `lowest`, and those equal to it with ids up to `last`.
 struct Kept {
@@ -104,6 +105,26 @@ struct Kept {
 };
 // The index of the largest values + Gumbel noise, of equal ones the first. values[start] is 0, the
 // largest of all.
-int draw_avx512(const float* values, int count, int start, const Kept& kept, std::uint64_t key);
+int draw(const float* values, int count, int start, const Kept& kept, std::uint64_t key);
+
+// ---------------------------------------------------------------------------------------------
+// What the instruction sets provide, with the parameters above.
+
+#define TOKENMILL_LEVELS(Result, name, ...) \
+  Result name##_avx2(__VA_ARGS__);          \
+  Result name##_avx512(__VA_ARGS__);
+TOKENMILL_LEVELS(Largest, find_largest, const float*, int)
+TOKENMILL_LEVELS(double, sum_exp, const float*, int, float)
+TOKENMILL_LEVELS(int, count_at_least, const float*, int, float)
+TOKENMILL_LEVELS(void, scale_logits, const float*, int, float, float, float*)
+TOKENMILL_LEVELS(void, run_maxima, const float*, int, float*)
+TOKENMILL_LEVELS(int, collect, const float*, int, float, std::int32_t*)
+TOKENMILL_LEVELS(double, weigh, const Weighted&)
+TOKENMILL_LEVELS(Weighted, gather, const Weighted&, float, const Weighted&)
+TOKENMILL_LEVELS(int, keep, const Weighted&, float, bool)
+TOKENMILL_LEVELS(Split, split, const Weighted&, float)
+TOKENMILL_LEVELS(int, find_equal, const float*, int, float, int)
+TOKENMILL_LEVELS(int, draw, const float*, int, int, const Kept&, std::uint64_t)
+#undef TOKENMILL_LEVELS
 
 }  // namespace tokenmill

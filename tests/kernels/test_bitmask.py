@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,16 @@ import torch
 from tokenmill.kernels import native
 from tokenmill.kernels.bitmask import apply_bitmask, apply_bitmask_reference
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs AVX-512")
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
+
+
+@pytest.fixture(params=["avx2", "the best"], autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    module, before = native.module(), native.active_isa()
+    if request.param == "avx2":
+        module.set_active_isa("avx2")
+    yield
+    module.set_active_isa(before)
 
 
 def random_words(rng: np.random.Generator, num_rows: int, vocab_size: int) -> np.ndarray:

@@ -27,11 +27,17 @@ DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 2e-6}
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = _native.num_threads()
+ISAS = ["avx2"] if _native.detected_isa() == "avx2" else ["avx2", "avx512"]
+"""Instruction sets of this machine that have kernels of their own here."""
+
+
+@pytest.fixture(params=ISAS, autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    before, threads = _native.active_isa(), _native.num_threads()
+    _native.set_active_isa(request.param)
     yield
-    _native.set_num_threads(before)
+    _native.set_active_isa(before)
+    _native.set_num_threads(threads)
 
 
 def same_bits_by_row(

@@ -9,8 +9,9 @@ from helpers.blocks import random_blocks, whole_blocks
 from tokenmill import _native
 from tokenmill.kernels import gemm
 
-ISAS = ["avx512", "amx"][: ["reference", "avx512", "amx"].index(_native.detected_isa())]
-"""Instruction sets of this machine; without AVX-512 there is nothing to test."""
+LEVELS = ["avx2", "avx512", "amx"]
+ISAS = LEVELS[: ["reference", *LEVELS].index(_native.detected_isa())]
+"""Instruction sets of this machine; without AVX2 there is nothing to test."""
 BLOCK_TYPES = list(gemm.BLOCK_TYPES)
 SHAPES = [(1, 1, 32), (3, 7, 64), (16, 32, 96), (17, 33, 32), (31, 100, 160), (70, 65, 256)]
 """(M, N, K)."""
@@ -73,10 +74,12 @@ def test_bf16_product(isa, m, n, k) -> None:
     assert torch.equal(gemm.gemm_bf16(x, packed, bias), with_bias.bfloat16())
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("m", "n", "k"), [*SHAPES, (5, 48, 1), (9, 31, 33), (24, 40, 47), (40, 16, 577)]
 )
-def test_float32_product(m, n, k) -> None:
+def test_float32_product(isa, m, n, k) -> None:
+    _native.set_active_isa(isa)
     x, weight, bias = random_float32(m, k), random_float32(n, k, seed=1), random_float32(n)
     packed = gemm.PackedFloat32.pack(weight)
     assert_near(gemm.gemm_float32(x, packed), x, weight)
@@ -86,8 +89,10 @@ def test_float32_product(m, n, k) -> None:
     assert torch.equal(rounded, with_bias.bfloat16())
 
 
-def test_float32_products_add_along_k_in_order() -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_float32_products_add_along_k_in_order(isa) -> None:
     """The bits of one fused multiply-add after another, which float64 gives for few digits."""
+    _native.set_active_isa(isa)
     x, weight = random_bf16(3, 70).float(), random_bf16(5, 70, seed=1).float()
     expected = torch.zeros(3, 5)
     for value in range(70):
@@ -143,8 +148,10 @@ def test_bf16_rows_are_the_same_alone_and_in_a_batch(isa, k) -> None:
         assert torch.equal(part, whole[begin:end])
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("k", [800, 4700])
-def test_float32_rows_are_the_same_alone_and_in_a_batch(k) -> None:
+def test_float32_rows_are_the_same_alone_and_in_a_batch(isa, k) -> None:
+    _native.set_active_isa(isa)
     x = random_float32(101, k)
     packed = gemm.PackedFloat32.pack(random_float32(77, k, seed=1))
     whole = gemm.gemm_float32(x, packed)

@@ -12,8 +12,8 @@ from tokenmill.errors import ConfigError, did_you_mean
 logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
-NATIVE_KERNELS = ("amx", "avx512")
-FLOPS_PER_CPU = {"amx": 0.4e12, "avx512": 0.25e12, "reference": 0.1e12}
+NATIVE_KERNELS = ("amx", "avx512", "avx2")
+FLOPS_PER_CPU = {"amx": 0.4e12, "avx512": 0.25e12, "avx2": 0.1e12, "reference": 0.1e12}
 """What a processor computes, roughly, by instruction set; only sizes the default token budget."""
 FLOPS_PER_GPU = 4e14
 
@@ -58,8 +58,8 @@ def choose_kernels(device: str, dtype: str, machine: Machine) -> str:
     """The name of the kernels that serve `dtype` there."""
     if device == "cuda":
         return "triton"
-    if dtype == "float32" and machine.isa in NATIVE_KERNELS:
-        return "avx512"  # tiles multiply no float32
+    if dtype == "float32":
+        return "avx512" if machine.isa == "amx" else machine.isa  # tiles multiply no float32
     return machine.isa if dtype == "bfloat16" else "reference"
 
 

@@ -1,7 +1,7 @@
 """The compiled kernels, `tokenmill._native`: whether they are there, and for which instructions.
 
 Nothing else imports the module. It is absent where it could not be built (no compiler, another
-architecture), and idle where the processor lacks AVX-512 with VNNI and BF16, or where
+architecture), and idle where the processor lacks AVX2 with FMA and F16C, or where
 TOKENMILL_ISA=reference asks for torch. Then the torch kernels run: the same interface, much slower.
 """
 
@@ -17,8 +17,9 @@ from tokenmill.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Isa = Literal["amx", "avx512", "reference"]
-"""Instruction set in use: AMX tiles beside AVX-512, AVX-512 alone, or torch."""
+Isa = Literal["amx", "avx512", "avx2", "reference"]
+"""Instruction set in use: AMX tiles beside AVX-512, AVX-512 with VNNI and BF16, AVX2 with FMA and
+F16C, or torch."""
 
 _LOST = (
     "Matrix products and attention run on torch: about 2 to 10 times slower, and block formats"
@@ -73,7 +74,7 @@ def _load() -> ModuleType | None:
         return None
     if loaded.detected_isa() == "reference":
         logger.warning(
-            "This processor lacks AVX-512 with VNNI and BF16, which the native kernels need. %s",
+            "This processor lacks AVX2 with FMA and F16C, which the native kernels need. %s",
             _LOST,
         )
     return loaded

@@ -21,7 +21,23 @@ def test_our_kernels_are_measured_by_our_own_instructions():
         assert blocks.measured_as.startswith("int8 with AVX-512")
     floats = limits_of("cpu", "float32").peak(blocks=True)
     assert 1e9 < floats.flops < 1e13
-    assert floats.measured_as.startswith("float32 with AVX-512")
+    assert floats.measured_as.startswith("float32 with AVX")
+
+
+def test_avx2_is_measured_by_what_it_multiplies_with():
+    module, before = native.module(), native.active_isa()
+    module.set_active_isa("avx2")
+    try:
+        limits = limits_of("cpu", "bfloat16")
+        assert 1e8 < limits.read_bandwidth(1 << 20) < 1e13
+        for blocks, kind in ((False, "float32"), (True, "int8")):
+            peak = limits.peak(blocks=blocks)
+            assert 1e9 < peak.flops < 1e13
+            assert peak.measured_as.startswith(f"{kind} with AVX2")
+        with pytest.raises(RuntimeError, match="needs avx512"):
+            module.measure_peak("avx512_bf16", 1)
+    finally:
+        module.set_active_isa(before)
 
 
 def test_instructions_that_are_not_in_use_are_not_measured():

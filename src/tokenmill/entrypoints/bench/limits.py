@@ -61,6 +61,9 @@ class NativeLimits:
             # An int8 tile takes twice the values, but a group of 32 fills half of it.
             return "amx_registers", "bf16 tiles, operands in registers"
         kind = "int8" if blocks and self._dense == "bf16" else self._dense
+        if native.active_isa() == "avx2":
+            kind = "int8" if kind == "int8" else "float32"  # bf16 is widened
+            return f"avx2_{kind}", f"{kind} with AVX2, operands in registers"
         return f"avx512_{kind}", f"{kind} with AVX-512, operands in registers"
 
 
