@@ -22,7 +22,7 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
-def test_every_document_that_ends_by_stop_validates(temperature: float) -> None:
+def test_b061_every_document_that_ends_by_stop_validates(temperature: float) -> None:
     """And every schema that cannot be enforced is refused with a reason."""
     cases = all_cases()
     assert len(cases) >= 300
@@ -58,8 +58,8 @@ def test_every_document_that_ends_by_stop_validates(temperature: float) -> None:
     assert num_stopped > 1.5 * len(enforced), "most documents end by themselves"
 
 
-def test_json_of_tempting_prompts_ends_and_has_no_runs_of_blanks() -> None:
-    """B062: greedy answers to prompts that tempt a small model to emit blank lines."""
+def test_b062_json_of_tempting_prompts_ends_and_has_no_runs_of_blanks() -> None:
+    """Greedy answers to prompts that tempt a small model to emit blank lines."""
     prompts = [
         f"List {i} facts about rivers as JSON.\n\n\n\n\n\n{' ' * (i % 7)}" for i in range(50)
     ]

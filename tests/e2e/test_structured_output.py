@@ -163,6 +163,27 @@ def test_each_sequence_of_n_has_its_own_place(llm):
         assert sequence.text in FORMS[3]["choice"]
 
 
+def test_b071_fifty_samples_are_choices_and_all_are_reachable(llm):
+    choices = ["A", "AB", "ABC", "", "你好", "🎉👨‍👩‍👧", "a.*b", "[x](y)", "a\\b", 'say "hi"', "A"]
+    asked = SamplingParams(
+        structured_outputs={"choice": choices}, temperature=2.0, n=50, max_tokens=40, seed=5
+    )
+    (output,) = llm.generate("Once", asked, use_tqdm=False)
+    found = {sequence.text for sequence in output.outputs}
+    assert all(sequence.finish_reason == "stop" for sequence in output.outputs)
+    assert found <= set(choices)
+    assert len(found) > 5
+
+
+@pytest.mark.parametrize("num_others", [1, 5])
+def test_b069_a_text_ends_at_once_while_others_go_on(llm, num_others):
+    short = SamplingParams(structured_outputs={"choice": ["a"]}, max_tokens=50, min_tokens=20)
+    long = SamplingParams(structured_outputs={"regex": "b*"}, max_tokens=20, ignore_eos=True)
+    first, *others = llm.generate(["Once"] * (1 + num_others), [short] + [long] * num_others)
+    assert (first.outputs[0].text, len(first.outputs[0].token_ids)) == ("a", 1)
+    assert all(len(other.outputs[0].token_ids) == 20 for other in others)
+
+
 def test_a_complete_text_needs_no_end_token(llm):
     form = {"json": {"const": {"a": 1}}, "disable_any_whitespace": True}
     for changes in ({}, {"min_tokens": 50}, {"ignore_eos": True}, {"logprobs": 0}):

@@ -154,8 +154,7 @@ def test_what_is_wrong_is_named_as_the_client_sent_it(server, endpoint, fields, 
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "complete"])
-def test_deep_nesting_is_a_400(server, endpoint):
-    """B065"""
+def test_b065_deep_nesting_is_a_400(server, endpoint):
     deep = '{"items":' * 60_000 + "{}" + "}" * 60_000
     path = "/v1/chat/completions" if endpoint == "chat" else "/v1/completions"
     start = '{"messages": [{"role": "user", "content": "x"}], "prompt": "x", '

@@ -99,7 +99,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._backend_lock = threading.Lock()
         self._backend: GrammarBackend | ConfigError | None = None
-        self._jobs: SimpleQueue[Job[object]] = SimpleQueue()
+        self._jobs: SimpleQueue[Job[object] | None] = SimpleQueue()
+        """None ends a thread."""
+        self._is_closed = False
         self._num_threads = 0
         self._num_lost = 0
         self._grammars: OrderedDict[tuple[object, ...], Grammar] = OrderedDict()
@@ -113,6 +115,13 @@ class GrammarCompiler:
             if self._num_threads < _NUM_THREADS:
                 self._start_thread()
         return job
+
+    def shutdown(self) -> None:
+        """Let the threads end when they are done with what they do; may be called twice."""
+        with self._lock:
+            self._is_closed = True
+            for _ in range(self._num_threads):
+                self._jobs.put(None)
 
     def compile(self, backend: GrammarBackend, params: StructuredOutputsParams) -> Grammar:
         """The grammar of a form; to be called by a job. Who asks for one that is being compiled
@@ -174,6 +183,8 @@ class GrammarCompiler:
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
+            if job is None:
+                return
             backend = self._ready_backend()
             if isinstance(backend, ConfigError):
                 job.fail(_refusal(str(backend)))
@@ -183,7 +194,7 @@ class GrammarCompiler:
             if job.is_given_up:
                 with self._lock:
                     self._num_lost -= 1
-                    if self._num_threads >= _NUM_THREADS:
+                    if self._num_threads >= _NUM_THREADS or self._is_closed:
                         return
                     self._num_threads += 1
 

@@ -180,6 +180,7 @@ class StructuredOutputManager:
     def shutdown(self) -> None:
         """End the threads."""
         self._filler.shutdown()
+        self._compiler.shutdown()
 
     # ---- inside -----------------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ def test_a_complete_text_ends_although_min_tokens_are_not_reached(force):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_refused_token_ends_its_request_alone(depth):
+def test_b069_a_refused_token_ends_its_request_alone(depth):
     core, _, grammars = create({"a": [None] * 30, "b": [None] * 8}, depth=depth)
     core.add_request(structured(request_id="a", prompt=[5], max_tokens=8))
     core.add_request(structured(request_id="b", prompt=[6], max_tokens=8))
@@ -347,7 +347,7 @@ def test_at_depth_two_only_sampling_waits_for_the_step_before():
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("force", [False, True])
-def test_preemption_changes_nothing(depth, force):
+def test_b075_preemption_changes_nothing(depth, force):
     scripts = dict.fromkeys("abcd", SCRIPT)
     requests = [
         structured(request_id=name, prompt=[5 + i] * 9, max_tokens=40)
@@ -375,7 +375,7 @@ def test_a_request_that_is_taken_up_again_goes_on_where_it_was(num_before):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_drafts_are_cut_by_the_grammar(force):
+def test_b112_drafts_are_cut_by_the_grammar(force):
     grammars = ScriptedGrammars({"a": SCRIPT}, force=force)
     scheduler = create_scheduler(grammars=grammars, num_speculative_tokens=3)
     executor = ScriptedExecutor(grammars, num_drafts=3, max_slots=scheduler.kv.num_usable_tokens)

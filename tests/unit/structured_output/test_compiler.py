@@ -131,3 +131,16 @@ def test_a_backend_that_cannot_be_built_is_told_to_each():
         with pytest.raises(InvalidRequestError, match="no library") as caught:
             job.result()
         assert caught.value.parameter == "structured_outputs"
+
+
+def test_threads_end_with_the_compiler():
+    before = threading.active_count()
+    compiler = compiler_of(SlowBackend())
+    assert all(job.wait(10) for job in [submit(compiler, "a"), submit(compiler, "b")])
+    assert threading.active_count() > before
+    compiler.shutdown()
+    compiler.shutdown()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before

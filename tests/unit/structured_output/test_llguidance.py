@@ -62,7 +62,7 @@ def texts(params: StructuredOutputsParams, count: int, **kwargs) -> list[str]:
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
-def test_every_document_validates_and_every_refusal_names_the_keyword(case):
+def test_b061_every_document_validates_and_every_refusal_names_the_keyword(case):
     params = form(json=case.schema)
     if case.refused_for is not None:
         with pytest.raises(InvalidRequestError) as caught:
@@ -94,7 +94,7 @@ def outside_strings(document: str) -> str:
     return re.sub(r'"(?:[^"\\]|\\.)*"', '""', document)
 
 
-def test_white_space_is_bounded():
+def test_b062_white_space_is_bounded():
     seen = set()
     for document in texts(form(json={"type": "array", "items": {"type": "boolean"}}), 200):
         for run in WHITE.findall(outside_strings(document)):
@@ -153,12 +153,12 @@ def test_a_regex_is_matched_by_the_whole_text(pattern):
         assert re.fullmatch(pattern, text)
 
 
-def test_a_choice_is_exactly_one_of_them():
+def test_b071_a_choice_is_exactly_one_of_them():
     found = texts(form(choice=TRICKY_CHOICES), 600)
     assert set(found) == set(TRICKY_CHOICES)
 
 
-def test_five_thousand_choices():
+def test_b071_five_thousand_choices():
     choices = [f"choice number {i}" for i in range(5000)]
     began = time.perf_counter()
     found = texts(form(choice=choices), 20)
@@ -468,7 +468,7 @@ def test_wild_forms_are_compiled_or_refused_in_time(name):
         ("structural_tag", '{"format":' * 60_000 + "{}" + "}" * 60_000),
     ],
 )
-def test_deep_nesting_is_refused_before_anything_reads_it(kind, text):
+def test_b065_deep_nesting_is_refused_before_anything_reads_it(kind, text):
     began = time.perf_counter()
     with pytest.raises(InvalidRequestError):
         StructuredOutputsParams(**{kind: text})
