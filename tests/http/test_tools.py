@@ -498,6 +498,9 @@ def test_b055_either_a_call_or_a_document(server):
         reply = server.chat(tools=TOOLS, **fields)
         assert (reply.status, reply.error["param"]) == (400, "tools")
         assert server.chat(tools=TOOLS, tool_choice="none", **fields).status == 200
+    compact = {"json": {"type": "object"}, "disable_any_whitespace": True}
+    reply = server.chat(tools=TOOLS, structured_outputs=compact)
+    assert reply.error["param"] == "structured_outputs.disable_any_whitespace"
     ask(server, ONE, stream=False, tools=TOOLS, response_format=form, tool_choice="required")
     assert "<tool_call>" in grammar_of(server)
 

@@ -89,18 +89,8 @@ class AnswerPlan:
         if any(self._special_id(mark) is not None for mark in marks):
             more["skip_special_tokens"] = False
         schema = None if form is None else form.schema
-        if (
-            form is not None
-            and schema is None
-            and self._format is not None
-            and self._mode == "auto"
-        ):
-            raise InvalidRequestError(
-                f"structured_outputs.{form.params.kind} and tools with tool_choice='auto' exclude"
-                " each other: only a JSON schema can be told from a call. Set tool_choice, or ask"
-                " for json_schema.",
-                parameter="tools",
-            )
+        if form is not None and self._format is not None and self._mode == "auto":
+            _check_beside_calls(form)
         grammar = self._grammar(schema)
         if grammar is not None:
             self.names = _NAMES
@@ -191,6 +181,25 @@ class AnswerPlan:
         tokenizer = self._state.tokenizer
         token = tokenizer.token_to_id(text)
         return token if token in tokenizer.special_token_ids else None
+
+
+def _check_beside_calls(form: Form) -> None:
+    """Raise `InvalidRequestError` for a form that cannot stand beside calls."""
+    params = form.params
+    if form.schema is None:
+        raise InvalidRequestError(
+            f"structured_outputs.{params.kind} and tools with tool_choice='auto' exclude each"
+            f" other: only a JSON schema can be told from a call. Set tool_choice, or ask for"
+            f" json_schema.",
+            parameter="tools",
+        )
+    for name in ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties"):
+        if getattr(params, name):
+            raise InvalidRequestError(
+                f"structured_outputs.{name} and tools with tool_choice='auto' exclude each other;"
+                f" leave it out.",
+                parameter=f"structured_outputs.{name}",
+            )
 
 
 def _why_no_auto(tool_parser: str | None) -> str:
