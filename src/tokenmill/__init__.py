@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tokenmill.pooling_params import PoolingParams
     from tokenmill.repetition import RepetitionDetectionParams
     from tokenmill.sampling_params import RequestOutputKind, SamplingParams
+    from tokenmill.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ _HOME = {
     "LogitsProcessor": "tokenmill.contracts.logits_processor",
     "ProcessorContext": "tokenmill.contracts.logits_processor",
     "RepetitionDetectionParams": "tokenmill.repetition",
+    "StructuredOutputsParams": "tokenmill.structured_outputs",
     "TokenmillError": "tokenmill.errors",
 }
 
@@ -74,6 +76,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "ScoringRequestOutput",
+    "StructuredOutputsParams",
     "TokenmillError",
 ]
 

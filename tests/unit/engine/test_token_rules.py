@@ -67,3 +67,9 @@ def test_what_cannot_be_had():
         rules_of(tokenizer, thinking_token_budget=5)
     assert caught.value.parameter == "thinking_token_budget"
     assert rules_of(tokenizer, MARKS, thinking_token_budget=5).reasoning == MARKS
+
+
+def test_a_form_begins_behind_the_reasoning_so_its_marks_go_along():
+    tokenizer = Tokenizer(tiny_tokenizer())
+    assert rules_of(tokenizer, MARKS, structured_outputs={"regex": "a"}).reasoning == MARKS
+    assert rules_of(tokenizer, structured_outputs={"regex": "a"}) is None
