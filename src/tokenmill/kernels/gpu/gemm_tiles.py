@@ -97,7 +97,7 @@ def _check(
     x_scale: torch.Tensor | None,
     weight_scale: torch.Tensor | None,
 ) -> None:
-    num_rows, num_columns = len(x), len(weight)
+    num_rows, num_columns = x.shape[0], weight.shape[0]
     assert x.dtype == weight.dtype
     assert x.shape[1] == weight.shape[1]
     assert weight.is_contiguous()

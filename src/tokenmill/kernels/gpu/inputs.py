@@ -132,7 +132,9 @@ def gather_block_table(
 
 def _prepare(rows: torch.Tensor, *, block_size: int = 1, **tensors: torch.Tensor) -> None:
     """Compute those outputs that are given."""
-    num_reqs, num_tokens = len(rows), len(tensors.get("positions", ()))
+    # `shape[0]`: a tensor's `len` takes longer, and this is called in every step.
+    num_reqs = rows.shape[0]
+    num_tokens = tensors["positions"].shape[0] if "positions" in tensors else 0
     num_copies = num_reqs if "block_table" in tensors else 0
     lengths = {"query_start_loc": num_reqs + 1, "seq_lens": num_reqs, "block_table": num_reqs}
     lengths |= {"input_ids": num_tokens, "slot_mapping": num_tokens}
@@ -140,7 +142,7 @@ def _prepare(rows: torch.Tensor, *, block_size: int = 1, **tensors: torch.Tensor
         is_long = name in ("positions", "slot_mapping")
         assert tensor.dtype == (torch.int64 if is_long else torch.int32), name
         assert tensor.stride(-1) == 1, name
-        assert len(tensor) == lengths.get(name, len(tensor)), name
+        assert tensor.shape[0] == lengths.get(name, tensor.shape[0]), name
 
     num_tiles = cdiv(num_tokens, _TOKENS)
     if num_tiles + num_copies == 0:

@@ -60,15 +60,16 @@ def commit_tokens(
     assert token_ids.stride(1) == 1
     given = [x for x in (rows, positions, sampled, is_due) if x is not None]
     assert all(x.shape == rows.shape and x.is_contiguous() for x in given)
-    if len(rows) == 0:
+    num_tokens = rows.shape[0]
+    if num_tokens == 0:
         return
-    _commit_tokens_kernel[(cdiv(len(rows), _TOKENS),)](
+    _commit_tokens_kernel[(cdiv(num_tokens, _TOKENS),)](
         token_ids,
         rows,
         positions,
         sampled,
         is_due,
-        len(rows),
+        num_tokens,
         token_ids.stride(0),
         token_ids.shape[1],
         TOKENS=_TOKENS,

@@ -117,8 +117,8 @@ class DeviceInputs:
 
     def fill(self, batch: InputBatch, shape: BatchShape) -> BatchTensors:
         """The batch's tensors, padded to `shape`, gathered on the device."""
-        numbers = np.zeros(len(self._step_numbers), np.int32)
-        num_reqs, width = batch.num_reqs, len(self._seq_lens)
+        numbers = np.zeros(self._step_numbers.shape[0], np.int32)
+        num_reqs, width = batch.num_reqs, self._seq_lens.shape[0]
         numbers[: num_reqs + 1] = batch.query_start_loc
         numbers[num_reqs + 1 : width + 1] = batch.shape.num_tokens
         numbers[width + 1 :][:num_reqs] = batch.seq_lens
@@ -130,8 +130,8 @@ class DeviceInputs:
 
     def blank(self, shape: BatchShape) -> BatchTensors:
         """Tensors of a step of padding only."""
-        numbers = np.zeros(len(self._step_numbers), np.int32)
-        numbers[2 * len(self._seq_lens) + 1 :] = -1
+        numbers = np.zeros(self._step_numbers.shape[0], np.int32)
+        numbers[2 * self._seq_lens.shape[0] + 1 :] = -1
         self._gather(numbers, shape)
         return self._tensors(shape)
 
@@ -151,7 +151,7 @@ class DeviceInputs:
             commit_tokens(self.token_ids, rows, positions, token_ids)
             return
         staged: list[npt.NDArray[np.generic]] = [new.rows.astype(np.int32), new.positions]
-        if len(new.entries) == len(token_ids):
+        if len(new.entries) == token_ids.shape[0]:
             rows, positions = self._staging.stage(staged)
         else:
             rows, positions, entries = self._staging.stage([*staged, new.entries])

@@ -94,7 +94,7 @@ class _Buffer:
 
     def send_to(self, target: torch.Tensor) -> None:
         """Order a copy of the first bytes to a tensor of bytes."""
-        target.copy_(self._host[: len(target)], non_blocking=True)
+        target.copy_(self._host[: target.shape[0]], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
             self._is_pending = True
