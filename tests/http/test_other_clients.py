@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 
+from helpers.fake_engine import FakeEngine, Script, tiny_tokenizer
 from helpers.live_server import LiveServer
 
 pytestmark = pytest.mark.slow
@@ -80,6 +81,64 @@ def test_langchain(server, tmp_path):
         "batch": [ANSWER, ANSWER],
         "text": "One two",
     }
+
+
+def tells_the_time(prompt_token_ids, params):
+    """Asks for the time, until its prompt has it."""
+    has_it = "5 o'clock" in tiny_tokenizer().decode(prompt_token_ids)
+    call = '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>'
+    return Script(tiny_tokenizer().encode("It is 5 o'clock." if has_it else f"Wait. {call}"))
+
+
+def test_tools_with_langchain(tmp_path):
+    python = python_with(tmp_path, "langchain-openai>=1,<3")
+    engine = FakeEngine(tells_the_time, max_model_len=4096)
+    with LiveServer(engine, served_model_name=["tiny"], tool_call_parser="hermes") as server:
+        code = script(
+            server,
+            """
+            import json
+            from langchain_core.messages import HumanMessage, ToolMessage
+            from langchain_core.tools import tool
+            from langchain_openai import ChatOpenAI
+            from pydantic import BaseModel, Field
+
+            @tool
+            def now(zone: str) -> str:
+                "The time in a zone."
+                return f"5 o'clock {zone}"
+
+            chat = ChatOpenAI(base_url=BASE, api_key="x", model="tiny", max_retries=0)
+            found = {}
+            for name in ("invoke", "stream"):
+                asking, messages = chat.bind_tools([now]), [HumanMessage("What time is it?")]
+                while True:
+                    if name == "invoke":
+                        answer = asking.invoke(messages)
+                    else:
+                        first, *pieces = asking.stream(messages)
+                        answer = sum(pieces, first)
+                    messages.append(answer)
+                    if not answer.tool_calls:
+                        break
+                    for call in answer.tool_calls:
+                        result = now.invoke(call["args"])
+                        messages.append(ToolMessage(result, tool_call_id=call["id"]))
+                found[name] = [message.content for message in messages]
+
+            class Now(BaseModel):
+                "The time."
+                zone: str = Field(description="where")
+
+            Now.__name__ = "now"
+            forced = chat.with_structured_output(Now, method="function_calling")
+            found["forced"] = forced.invoke("What time is it?").zone
+            print(json.dumps(found))
+            """,
+        )
+        found = json.loads(run([python, "-c", code], tmp_path))
+    turns = ["What time is it?", "Wait.", "5 o'clock UTC", "It is 5 o'clock."]
+    assert found == {"invoke": turns, "stream": turns, "forced": "UTC"}
 
 
 def test_litellm(server, tmp_path):
