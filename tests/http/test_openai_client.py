@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import openai
+import pydantic
 import pytest
 
 from helpers.fake_engine import FakeEngine, Script, tiny_tokenizer
@@ -226,3 +227,24 @@ def test_b047_tools_through_the_accumulating_helper(calling):
     for choice in final.choices:
         assert choice.finish_reason == "tool_calls"
         check_calls(choice.message)
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+
+
+class Now(pydantic.BaseModel):
+    pass
+
+
+def test_strict_tools_are_parsed_into_models(calling):
+    tools = [
+        openai.pydantic_function_tool(Weather, name="get_weather"),
+        openai.pydantic_function_tool(Now, name="now"),
+    ]
+    reply = calling.chat.completions.parse(model="", messages=HELLO, tools=tools)
+    calls = reply.choices[0].message.tool_calls
+    assert [call.function.parsed_arguments for call in calls] == [Weather(city="Bern"), Now()]
+    with calling.chat.completions.stream(model="", messages=HELLO, tools=tools) as stream:
+        done = [e for e in stream if e.type == "tool_calls.function.arguments.done"]
+    assert [event.parsed_arguments for event in done] == [Weather(city="Bern"), Now()]
