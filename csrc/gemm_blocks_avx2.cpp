@@ -136,8 +136,12 @@ void multiply_parts(const QuantizedRows& x, int row, Columns columns, int part,
     for (std::size_t line = 0; line < F::kGroupBytes; line += 4 * kCacheLine / Parts)
       _mm_prefetch(reinterpret_cast<const char*>(columns.codes) + kAhead + line, _MM_HINT_T0);
 #pragma GCC unroll 4
-    for (int p = 0; p < Parts; ++p)
+    for (int p = 0; p < Parts; ++p) {
       add_group<F, Rows>(x_groups[g], first, columns, part + p, sums[p]);
+      // Nothing of x that these columns read may be kept for the next ones: it would take the
+      // registers, and reading it again is cheaper than that.
+      __asm__ volatile("" : : : "memory");
+    }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < Rows; ++r)

@@ -51,7 +51,7 @@ double multiply_int8_avx2(const void* data) {
 #pragma GCC unroll 12
     for (int i = 0; i < kSums; ++i) {
       __m256i unsigned_codes = a;
-      __asm__("" : "+x"(unsigned_codes));  // each product is made anew
+      __asm__ volatile("" : "+x"(unsigned_codes));  // each product is made anew
       sums[i] = _mm256_add_epi16(sums[i], _mm256_maddubs_epi16(unsigned_codes, b));
     }
   }
