@@ -135,3 +135,21 @@ def test_float8_weights_and_cache_stay_near_bfloat16(tiny_llama):
     off = sum(abs(mine - theirs) for mine, theirs in zip(found, wanted, strict=True))
     # Weights are so large that logits spread over some 20; float8 has three bits of a value.
     assert 0 < off < 0.15 * sum(abs(value) for value in wanted)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")
+def test_a_warm_engine_gives_the_same(tiny_llama, alone):
+    """What is compiled before the first request touches none of them.
+
+    The padding of a blank step is whatever lies in memory; numpy warns of that.
+    """
+    engine = gpu_engine(
+        tiny_llama, dtype="float32", num_kv_blocks=16, max_model_len=20, max_num_seqs=2
+    )
+    runner_of(engine).warm_up()
+    outputs = generate(engine, PROMPTS[:1], PARAMS[:1])
+    assert tokens_of(outputs) == tokens_of(alone)[:1]
+
+
+def runner_of(engine):
+    return engine._client.core._executor._worker.runner
