@@ -11,7 +11,20 @@ from schemathesis import GenerationMode
 
 from helpers.fake_engine import FakeEngine, Script
 from helpers.live_server import LiveServer
+from helpers.pooling import encoder, with_tokenizer
+from helpers.pooling_engine import PoolingEngine
 
+POOLING = {
+    "/v1/embeddings",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+}
+"""Answered by models that pool."""
 # What a schema cannot say (ids in the vocabulary, prompts that fit) may be refused.
 NOT_CHECKED = [schemathesis.checks.positive_data_acceptance]
 BOUNDS = settings(
@@ -50,8 +63,21 @@ def check(operation, mode, num_examples):
     run()
 
 
+def test_b015_b065_generated_requests_never_break_a_pooling_server():
+    path = with_tokenizer(encoder("BertModel", vocab_size=400)[1])
+    with LiveServer(PoolingEngine(path)) as server:
+        found = [each for each in operations(server) if each.path in POOLING]
+        assert len(found) == len(POOLING)
+        for operation in found:
+            if operation.path.startswith("/v") and operation.path != "/v1/embeddings":
+                continue  # the same function under another name
+            check(operation, GenerationMode.POSITIVE, 4)
+            check(operation, GenerationMode.NEGATIVE, 4)
+        assert server.post("/v1/embeddings", {"input": "a"}).status == 200
+
+
 def test_b015_b065_generated_requests_never_break_the_server(server):
-    found = operations(server)
+    found = [each for each in operations(server) if each.path not in POOLING]
     assert len(found) == 14
     for operation in found:
         num_examples = 15 if operation.body else 3
@@ -92,6 +118,7 @@ def test_every_endpoint_is_described(description):
         "/load",
         "/metrics",
         "/reset_prefix_cache",
+        *POOLING,
     }
 
 

@@ -153,6 +153,11 @@ class PoolingProcessor(InputProcessor):
         for text in texts:
             self._check_num_chars(text, params)
         token_ids, second_start = self._tokenizer.encode_pair(*texts)
+        if not token_ids:
+            raise InvalidRequestError(
+                "prompt has no tokens, in neither of its texts; give it at least one.",
+                parameter="prompt",
+            )
         token_ids = self._cut(token_ids, params, self._num_closing)
         if second_start is not None and second_start >= len(token_ids):
             second_start = None

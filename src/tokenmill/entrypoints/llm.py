@@ -217,13 +217,16 @@ class LLM:
         """
         config = pooling.pooling_of(self.llm_engine.config, "score")
         second = pooling.as_texts("data_2", data_2)
-        first = pooling.paired(pooling.as_texts("data_1", data_1), second, ("data_1", "data_2"))
+        given = pooling.as_texts("data_1", data_1)
+        names = ("data_1", "data_2")
+        first = pooling.paired(given, second, names)
         if pooling.scores_pairs(config, "score"):
             pairs = [pooling.pair_prompt(*pair) for pair in zip(first, second, strict=True)]
             outputs = self._pool("score", pairs, pooling_params, "classify", use_tqdm)
             return [pooling.scoring_output(output) for output in outputs]
-        outputs = self._pool("score", [*first, *second], pooling_params, "embed", use_tqdm)
-        halves = zip(outputs[: len(first)], outputs[len(first) :], strict=True)
+        outputs = self._pool("score", [*given, *second], pooling_params, "embed", use_tqdm)
+        firsts = pooling.paired(outputs[: len(given)], second, names)
+        halves = zip(firsts, outputs[len(given) :], strict=True)
         return [pooling.similarity_output(*each) for each in halves]
 
     def _pool(

@@ -24,6 +24,12 @@ MODELS: dict[str, str] = {
     "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
     "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
     "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
+    "BertModel": "bert:BertModel",
+    "BertForSequenceClassification": "bert:BertForSequenceClassification",
+    "RobertaModel": "bert:BertModel",
+    "RobertaForSequenceClassification": "bert:RobertaForSequenceClassification",
+    "XLMRobertaModel": "bert:BertModel",
+    "XLMRobertaForSequenceClassification": "bert:RobertaForSequenceClassification",
 }
 """Architecture, as a config.json names it -> module of this package, and class."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -13,20 +13,25 @@ from tokenmill.entrypoints.http import (
     admin,
     chat,
     completions,
+    embeddings,
     exposition,
     health,
     models,
     pages,
+    scoring,
     tokenization,
 )
 from tokenmill.entrypoints.http.errors import MethodNotAllowedError, NotFoundError, error_body
 from tokenmill.entrypoints.http.middleware import RequestMiddleware
 from tokenmill.entrypoints.http.openapi import describe
 from tokenmill.entrypoints.http.record import ANSWERED_HEADERS
-from tokenmill.entrypoints.http.state import ServerState, record_of
-from tokenmill.errors import shown
+from tokenmill.entrypoints.http.state import ServerState, record_of, state_of
+from tokenmill.entrypoints.pooling import pooling_of
+from tokenmill.errors import InvalidRequestError, shown
 
-_ROUTERS = (completions, chat, models, tokenization, health, admin, exposition, pages)
+_GENERATE = (completions, chat)
+_POOL = (embeddings, scoring)
+_OTHERS = (models, tokenization, health, admin, exposition, pages)
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -43,7 +48,11 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.server = state
-    for module in _ROUTERS:
+    for module in _GENERATE:
+        app.include_router(module.router, dependencies=[Depends(_needs_generation)])
+    for module in _POOL:
+        app.include_router(module.router, dependencies=[Depends(_needs_pooling)])
+    for module in _OTHERS:
         app.include_router(module.router)
     app.openapi = cache(  # type: ignore[method-assign]
         lambda: describe(app, with_keys=bool(state.keys))
@@ -60,6 +69,21 @@ def create_app(state: ServerState) -> FastAPI:
             expose_headers=list(ANSWERED_HEADERS),
         )
     return app
+
+
+async def _needs_generation(request: Request) -> None:
+    config = state_of(request).engine.config
+    if config.model.pooling is not None:
+        raise InvalidRequestError(
+            f"{config.model.name} is a pooling model and generates nothing; what it can do is:"
+            f" {', '.join(config.model.pooling.tasks)}. See POST /v1/embeddings, /classify, /score,"
+            f" /rerank and /pooling.",
+            parameter="model",
+        )
+
+
+async def _needs_pooling(request: Request) -> None:
+    pooling_of(state_of(request).engine.config, shown(request.url.path))
 
 
 async def _routing_error(request: Request, error: Any) -> Response:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.engine.engine_stats import EngineStats
+from tokenmill.engine.input_processor import RequestParams
 from tokenmill.engine.prompts import Prompt
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
@@ -26,7 +27,7 @@ class Engine(Protocol):
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: RequestParams,
         *,
         request_id: str,
         priority: int = 0,

@@ -133,6 +133,10 @@ class ServerMetrics:
         elif stream and last is not None:
             self._gaps.observe(last - previous)
 
+    def pooled(self, progress: Progress) -> None:
+        """Note a prompt that has ended with a result in place of tokens."""
+        self._note_prompt(progress)
+
     def _note_prompt(self, progress: Progress) -> None:
         num_computed = progress.num_prompt_tokens - progress.num_cached_tokens
         self.num_prompt_tokens += progress.num_prompt_tokens

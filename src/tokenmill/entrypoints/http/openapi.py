@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 
 import tokenmill
 from tokenmill.entrypoints.http.errors import STATUS_TEXT
+from tokenmill.entrypoints.http.pooling_protocol import POOLING_STRUCTS
 from tokenmill.entrypoints.http.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -40,6 +41,7 @@ _STRUCTS = [
     Model,
     ModelList,
     ErrorReply,
+    *POOLING_STRUCTS,
 ]
 _REFERENCE = "#/components/schemas/{name}"
 _GENERATING = (400, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -59,6 +61,11 @@ def replies(kind: type[msgspec.Struct], *statuses: int, stream: bool = False) ->
         content["text/event-stream"] = {"schema": {"type": "string"}}
     statuses = _GENERATING if stream else statuses
     return {200: {"description": "The answer.", "content": content}, **_errors(statuses)}
+
+
+def pooling_replies(kind: type[msgspec.Struct]) -> Responses:
+    """Responses of a route whose answer is computed, and is this struct."""
+    return replies(kind, *_GENERATING)
 
 
 def plain(text: str, *statuses: int) -> Responses:

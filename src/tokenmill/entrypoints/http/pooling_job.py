@@ -1,0 +1,112 @@
+"""One HTTP request to a pooling model: its prompts through the engine, and its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.config.engine_config import PoolingConfig
+from tokenmill.engine.prompts import Prompt
+from tokenmill.entrypoints.http.generation import Generation
+from tokenmill.entrypoints.http.pooling_protocol import PoolingFields, PoolingUsage
+from tokenmill.entrypoints.http.record import RequestRecord
+from tokenmill.entrypoints.http.sampling import deadline_of, salt_of
+from tokenmill.entrypoints.http.state import ServerState
+from tokenmill.entrypoints.pooling import pooling_of
+from tokenmill.errors import InvalidRequestError
+from tokenmill.outputs import RequestOutput
+from tokenmill.pooling_params import PoolingParams
+from tokenmill.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class PooledGeneration(Generation):
+    """Prompts that run together, and end with a result in place of tokens."""
+
+    pooling: PoolingParams = field(default_factory=PoolingParams)
+
+    async def results(self) -> list[RequestOutput]:
+        """As `outputs`, and counted."""
+        outputs = await self.outputs()
+        for progress in self.progress:
+            self.state.metrics.pooled(progress)
+        return outputs
+
+    def _items(self, prompt: Prompt, *, stream: bool) -> AsyncIterator[RequestOutput]:
+        return self.state.engine.generate(
+            prompt,
+            self.pooling,
+            request_id=self.state.new_name(),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            deadline=self.deadline,
+            stream=False,
+        )
+
+
+class PoolingJob:
+    """Raises `InvalidRequestError` or `ModelNotFoundError` when made for what cannot be served."""
+
+    def __init__(
+        self, state: ServerState, record: RequestRecord, fields: PoolingFields, prefix: str
+    ) -> None:
+        """`prefix` begins the answer's id."""
+        self._state, self._record, self._fields = state, record, fields
+        self.model = state.model_name(fields.model)
+        self.id = f"{prefix}-{state.new_name()}"
+        self.created = int(time.time())
+        self._deadline = deadline_of(fields, state.args)
+        self._salt = salt_of(fields, record.key_name, state.args)
+
+    @property
+    def pooling(self) -> PoolingConfig:
+        """How the model pools."""
+        return pooling_of(self._state.engine.config, "this endpoint")
+
+    def require(self, task: str, endpoint: str) -> None:
+        """Raise `InvalidRequestError` for a model that cannot do what an endpoint is for."""
+        tasks = self.pooling.tasks
+        if task not in tasks:
+            raise InvalidRequestError(
+                f"{endpoint} needs a model that can {task}; what {self.model} can do is:"
+                f" {', '.join(tasks)}.",
+                parameter="model",
+            )
+
+    def params(self, **more: Any) -> PoolingParams:
+        """Parameters for the engine; `more` are those that not all endpoints have."""
+        return PoolingParams(
+            truncate_prompt_tokens=self._fields.truncate_prompt_tokens,
+            use_activation=self._fields.use_activation,
+            **more,
+        )
+
+    async def run(
+        self, prompts: Sequence[Any], params: PoolingParams, parameter: str
+    ) -> list[RequestOutput]:
+        """The prompts' results, in their order; `parameter` is what the client called them.
+
+        Raises what `Generation.outputs` raises.
+        """
+        ticket = self._state.admission.enter(len(prompts), parameter)
+        try:
+            return await PooledGeneration(
+                self._state,
+                self._record,
+                list(prompts),
+                SamplingParams(max_tokens=1),
+                priority=self._fields.priority or 0,
+                cache_salt=self._salt,
+                deadline=self._deadline,
+                pooling=params,
+            ).results()
+        finally:
+            ticket.release()
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> PoolingUsage:
+    """Tokens of all prompts."""
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
