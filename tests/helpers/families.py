@@ -61,6 +61,22 @@ _LONG_ROPE = {
     "long_factor": [1.0 + 0.3 * i for i in range(24)],
 }
 
+_LATENT = {
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 64,
+    "initializer_range": 0.1,
+}
+"""Latent attention whose cache has 64 values a token."""
+
 FAMILIES = [
     Family(
         "llama",
@@ -203,6 +219,48 @@ FAMILIES = [
         is_recorded=False,
         runs_on_gpu=False,
         has_native_attention=False,
+    ),
+    Family(
+        "deepseek-v2",
+        "DeepSeek V2, V2-Lite",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        _LATENT
+        | {
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        },
+        is_recorded=False,
+        runs_on_gpu=False,
+        not_supported="weights in float8",
+    ),
+    Family(
+        "deepseek-v3",
+        "DeepSeek V3, R1",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        _LATENT
+        | {
+            "q_lora_rank": 40,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+        is_recorded=False,
+        runs_on_gpu=False,
+        not_supported="weights in float8, prediction of several tokens",
     ),
 ]
 """In the order of the page."""

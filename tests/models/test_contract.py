@@ -57,6 +57,9 @@ def reference(name: str) -> Any:
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1 or parameter_name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     return model
 
 

@@ -39,14 +39,19 @@ def read_parameters(config: Mapping[str, Any]) -> ModelParameters:
         )
     num_heads = positive_int(config, "num_attention_heads")
     hidden_size = positive_int(config, "hidden_size")
+    num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
+    head_size = positive_int(config, "head_dim", hidden_size // num_heads)
+    if config.get("kv_lora_rank") is not None:  # one latent for all heads, with a rotated key
+        num_kv_heads = 1
+        head_size = positive_int(config, "kv_lora_rank") + positive_int(config, "qk_rope_head_dim")
     return ModelParameters(
         architecture=str(architectures[0]),
         num_layers=positive_int(config, "num_hidden_layers"),
         hidden_size=hidden_size,
         intermediate_size=positive_int(config, "intermediate_size", 4 * hidden_size),
         num_heads=num_heads,
-        num_kv_heads=positive_int(config, "num_key_value_heads", num_heads),
-        head_size=positive_int(config, "head_dim", hidden_size // num_heads),
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
         vocab_size=positive_int(config, "vocab_size"),
         max_context=_max_context(config),
     )

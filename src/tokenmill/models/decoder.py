@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import VocabEmbedding
 from tokenmill.layers.kernels import LayerKernels, layer_kernels
+from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.moe import ExpertBlock
 from tokenmill.layers.norm import BranchRMSNorm, HeadRMSNorm, RMSNorm
@@ -22,6 +23,18 @@ from tokenmill.layers.rope import RotaryEmbedding
 from tokenmill.layers.self_attention import SelfAttention
 from tokenmill.models.base import IntermediateTensors
 from tokenmill.models.config import DecoderConfig
+
+
+class StreamReader(Protocol):
+    """A block that says in which form it reads the residual stream."""
+
+    def empty_input(self, num_rows: int) -> Activations: ...
+
+
+class AttentionBlock(StreamReader, Protocol):
+    """A module like `SelfAttention`."""
+
+    def __call__(self, positions: torch.Tensor, x: Activations) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,7 @@ class LayerParts:
         }
         return GatedMLP(**(common | different))
 
-    def stream_norm(self, reader: SelfAttention | GatedMLP | ExpertBlock) -> RMSNorm:
+    def stream_norm(self, reader: StreamReader) -> RMSNorm:
         """Adds to the residual stream and writes in the form in which `reader` reads."""
         return RMSNorm(
             self.config.hidden_size,
@@ -104,7 +117,7 @@ class PreNormLayer(nn.Module):
     def __init__(
         self,
         parts: LayerParts,
-        self_attn: SelfAttention,
+        self_attn: AttentionBlock,
         mlp: GatedMLP | ExpertBlock,
         mlp_name: str = "mlp",
     ) -> None:
@@ -200,13 +213,13 @@ class Decoder(nn.Module):
                 )
             )
 
-    @staticmethod
-    def read_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
         """Raises `ConfigError` for one that this family cannot serve."""
         return DecoderConfig.from_hf(hf_config)
 
-    @staticmethod
-    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
         """A layer: forward(positions, x, residual) -> (x, residual), as in `PreNormLayer`."""
         return PreNormLayer(parts, parts.attention(), parts.gated_mlp())
 

@@ -81,8 +81,8 @@ class Gemma2ForCausalLM(GemmaDecoder):
         "attn_logit_softcapping": 50.0,
     }
 
-    @staticmethod
-    def read_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
         refuse_bidirectional(hf_config)
         num_layers = read_parameters(hf_config).num_layers
         return DecoderConfig.from_hf(
@@ -91,8 +91,8 @@ class Gemma2ForCausalLM(GemmaDecoder):
             windows=layer_windows(hf_config, num_layers, lambda layer: layer % 2 == 0),
         )
 
-    @staticmethod
-    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
         attention = parts.attention(
             scale=query_scale(hf_config),
             logits_soft_cap=optional_number(hf_config, "attn_logit_softcapping"),

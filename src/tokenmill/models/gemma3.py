@@ -29,8 +29,8 @@ from tokenmill.models.gemma2 import (
 class Gemma3ForCausalLM(GemmaDecoder):
     """A Gemma 3 text model with its output head."""
 
-    @staticmethod
-    def read_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
         refuse_bidirectional(hf_config)
         num_layers = read_parameters(hf_config).num_layers
         period = positive_int(hf_config, "sliding_window_pattern", 6)
@@ -46,8 +46,8 @@ class Gemma3ForCausalLM(GemmaDecoder):
             ropes=tuple(ropes[kind] for kind in layer_types(hf_config, num_layers, is_windowed)),
         )
 
-    @staticmethod
-    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
         attention = parts.attention(
             scale=query_scale(hf_config),
             logits_soft_cap=optional_number(hf_config, "attn_logit_softcapping"),

@@ -166,15 +166,15 @@ class GptOssForCausalLM(Decoder):
 
     config_defaults = {"attention_bias": True, "sliding_window": 128, "head_dim": 64}
 
-    @staticmethod
-    def read_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
         num_layers = read_parameters(hf_config).num_layers
         return DecoderConfig.from_hf(
             hf_config, windows=layer_windows(hf_config, num_layers, lambda layer: layer % 2 == 0)
         )
 
-    @staticmethod
-    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
         return PreNormLayer(parts, parts.attention(has_sinks=True), GptOssMoE(parts, hf_config))
 
 

@@ -16,8 +16,8 @@ from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 class MixtralForCausalLM(Decoder):
     """A Mixtral with its output head."""
 
-    @staticmethod
-    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
         config = parts.config
         moe = SparseMoE(
             config.hidden_size,
@@ -34,7 +34,8 @@ class MixtralForCausalLM(Decoder):
 
 def expert_counts(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """`num_experts` and `num_experts_per_tok`, as arguments of `SparseMoE`."""
-    key = "num_experts" if hf_config.get("num_experts") is not None else "num_local_experts"
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    key = next((name for name in names if hf_config.get(name) is not None), names[0])
     counts = {
         "num_experts": positive_int(hf_config, key),
         "num_experts_per_tok": positive_int(hf_config, "num_experts_per_tok"),

@@ -44,6 +44,6 @@ class Olmo2Layer(nn.Module):
 class Olmo2ForCausalLM(Decoder):
     """An OLMo 2 with its output head."""
 
-    @staticmethod
-    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
         return Olmo2Layer(parts)

@@ -17,6 +17,6 @@ from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 class Phi3ForCausalLM(Decoder):
     """A Phi-3 or Phi-4 with its output head."""
 
-    @staticmethod
-    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
         return PreNormLayer(parts, parts.attention(is_fused=True), parts.gated_mlp(is_fused=True))

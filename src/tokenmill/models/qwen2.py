@@ -28,10 +28,10 @@ def qwen_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
 class Qwen2ForCausalLM(Decoder):
     """A Qwen2 with its output head."""
 
-    @staticmethod
-    def read_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
         return qwen_config(hf_config)
 
-    @staticmethod
-    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
         return PreNormLayer(parts, parts.attention(bias=True, out_bias=False), parts.gated_mlp())

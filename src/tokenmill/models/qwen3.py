@@ -15,10 +15,10 @@ from tokenmill.models.qwen2 import qwen_config
 class Qwen3ForCausalLM(Decoder):
     """A dense Qwen3 with its output head."""
 
-    @staticmethod
-    def read_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
         return qwen_config(hf_config)
 
-    @staticmethod
-    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
         return PreNormLayer(parts, parts.attention(**parts.head_norms()), parts.gated_mlp())

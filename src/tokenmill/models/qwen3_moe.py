@@ -18,12 +18,12 @@ from tokenmill.models.qwen2 import qwen_config
 class Qwen3MoeForCausalLM(Decoder):
     """A Qwen3-MoE with its output head."""
 
-    @staticmethod
-    def read_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
         return qwen_config(hf_config)
 
-    @staticmethod
-    def make_layer(parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
         attention = parts.attention(**parts.head_norms())
         if not has_experts(hf_config, parts.index):
             return PreNormLayer(parts, attention, parts.gated_mlp())

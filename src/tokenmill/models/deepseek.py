@@ -1,0 +1,332 @@
+"""DeepSeek V2 and V3: latent attention, and experts beside shared ones.
+
+Of a token, a latent and one rotated key are cached for all heads (multi-head latent attention;
+DeepSeek-AI, 2024). What makes keys and values of a latent is applied to the queries and to the
+result instead, so that attention works on the cache as it is, with one KV head:
+
+    query of a head   | rotated part | K^T * other part |      K, V [features, latent] of a head
+    key of a token    | rotated key  | latent           |
+    value of a token  | (not used)   | latent           |      result of a head: V * sum of latents
+
+    V2    experts by softmax; the best groups of experts by their best
+    V3    experts by logistic scores, chosen with a bias; the best groups by their best two
+
+Checkpoints rotate neighbouring pairs; the rows that make these parts are put in order when they are
+loaded. A token's keys take two latents of memory, as the cache holds keys and values apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.config.parameters import number, positive_int
+from tokenmill.errors import ConfigError
+from tokenmill.layers.attention import Attention
+from tokenmill.layers.kernels import require_torch_path
+from tokenmill.layers.linear import Linear
+from tokenmill.layers.linear_method import Activations, LinearMethod
+from tokenmill.layers.moe import ExpertBlock, mixed
+from tokenmill.layers.norm import BranchRMSNorm
+from tokenmill.layers.weights import (
+    WeightSlot,
+    empty_parameter,
+    parameter_slot,
+    plain_raw,
+    plain_values,
+)
+from tokenmill.models.config import DecoderConfig
+from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
+from tokenmill.models.mixtral import expert_counts
+
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever the config says of the others."""
+
+
+class OrderedLinear(Linear):
+    """A projection whose rows the checkpoint has in another order."""
+
+    def __init__(
+        self, in_features: int, order: torch.Tensor, *, bias: bool, parts: LayerParts
+    ) -> None:
+        """Row i here is row `order[i]` there."""
+        super().__init__(
+            in_features, len(order), bias=bias, dtype=parts.dtype, kernels=parts.kernels
+        )
+        self.order = order
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        for slot in super().weight_slots(prefix):
+            yield replace(slot, load=self._reordered(slot))
+
+    def _reordered(self, slot: WeightSlot) -> Any:
+        def load(raw: RawTensor) -> None:
+            rows = raw.data.view(len(self.order), -1)[self.order]
+            slot.load(replace(raw, data=rows.reshape(-1)))
+
+        return load
+
+
+class LatentMaps(nn.Module):
+    """For each head, the transposed matrix of keys and the matrix of values: `kv_b_proj`."""
+
+    def __init__(
+        self, num_heads: int, key_size: int, value_size: int, latent: int, parts: LayerParts
+    ) -> None:
+        super().__init__()
+        self.key_size, self.value_size, self.latent = key_size, value_size, latent
+        make, dtype = parts.kernels.linear_method, parts.dtype
+        self.dtype = dtype
+        # In lists that torch does not look into: their weights come in one tensor.
+        self.keys: list[LinearMethod] = [make(latent, key_size, dtype) for _ in range(num_heads)]
+        self.values: list[LinearMethod] = [
+            make(value_size, latent, dtype) for _ in range(num_heads)
+        ]
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        rows = len(self.keys) * (self.key_size + self.value_size)
+        yield WeightSlot(f"{prefix}.weight", (rows, self.latent), self._load)
+
+    def _load(self, raw: RawTensor) -> None:
+        by_head = plain_values(raw).view(len(self.keys), -1, self.latent)
+        for key, value, rows in zip(self.keys, self.values, by_head, strict=True):
+            key_rows, value_rows = torch.split(rows, [self.key_size, self.value_size])
+            key.slot("", slice(0, self.latent)).load(plain_raw(key_rows.t()))
+            value.slot("", slice(0, self.value_size)).load(plain_raw(value_rows))
+
+    def to_latents(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries [N, num_heads, key_size] to [N, num_heads, latent]."""
+        return self._by_head(self.keys, queries)
+
+    def to_values(self, latents: torch.Tensor) -> torch.Tensor:
+        """Sums of latents [N, num_heads, latent] to values [N, num_heads, value_size]."""
+        return self._by_head(self.values, latents)
+
+    def _by_head(self, methods: list[LinearMethod], x: torch.Tensor) -> torch.Tensor:
+        rows = x.transpose(0, 1).contiguous()
+        done = [m.project(each, None, self.dtype) for m, each in zip(methods, rows, strict=True)]
+        return torch.stack(done, dim=1)
+
+
+class LatentAttention(nn.Module):
+    """Attention of all heads to one latent a token, in torch around packed products."""
+
+    def __init__(self, parts: LayerParts, hf_config: Mapping[str, Any]) -> None:
+        super().__init__()
+        require_torch_path(parts.kernels, "Latent attention")
+        config = parts.config
+        self.parts = parts
+        self.num_heads = config.num_heads
+        self.rotated = positive_int(hf_config, "qk_rope_head_dim")
+        self.plain = positive_int(hf_config, "qk_nope_head_dim")
+        self.latent = positive_int(hf_config, "kv_lora_rank")
+        bias = config.attention_bias
+        in_pairs = bool(hf_config.get("rope_interleave", True))
+        head = row_order(self.plain, self.rotated, in_pairs)
+        size = self.plain + self.rotated
+        heads = torch.cat([head + index * size for index in range(self.num_heads)])
+        rank = hf_config.get("q_lora_rank")
+        if rank is None:
+            self.q_proj = OrderedLinear(config.hidden_size, heads, bias=False, parts=parts)
+        else:
+            self.q_a_proj = Linear(
+                config.hidden_size, rank, bias=bias, dtype=parts.dtype, kernels=parts.kernels
+            )
+            self.q_a_layernorm = _latent_norm(rank, parts)
+            self.q_b_proj = OrderedLinear(rank, heads, bias=False, parts=parts)
+        self.queries = self._direct_queries if rank is None else self._latent_queries
+        self.kv_a_proj_with_mqa = OrderedLinear(
+            config.hidden_size,
+            row_order(self.latent, self.rotated, in_pairs),
+            bias=bias,
+            parts=parts,
+        )
+        self.kv_a_layernorm = _latent_norm(self.latent, parts)
+        value_size = positive_int(hf_config, "v_head_dim")
+        self.kv_b_proj = LatentMaps(self.num_heads, self.plain, value_size, self.latent, parts)
+        self.attn = Attention(
+            f"model.layers.{parts.index}.self_attn.attn",
+            num_heads=self.num_heads,
+            num_kv_heads=1,
+            head_size=self.rotated + self.latent,
+            scale=size**-0.5 * yarn_scale(config.ropes[parts.index].scaling),
+            rotary=parts.rotary,
+        )
+        self.o_proj = Linear(
+            self.num_heads * value_size,
+            config.hidden_size,
+            bias=bias,
+            dtype=parts.dtype,
+            kernels=parts.kernels,
+        )
+
+    def empty_input(self, num_rows: int) -> Activations:
+        """Plain, since two projections read it."""
+        return self.parts.kernels.empty(num_rows, self.parts.config.hidden_size, self.parts.dtype)
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Map x [N, hidden_size] to the same shape; positions are int64 [N]."""
+        queries = self.queries(x).view(len(x), self.num_heads, -1)
+        plain, rotated = torch.split(queries, [self.plain, self.rotated], dim=-1)
+        query = torch.cat([rotated, self.kv_b_proj.to_latents(plain)], dim=-1)
+        latent, key = torch.split(self.kv_a_proj_with_mqa(x), [self.latent, self.rotated], dim=-1)
+        key = torch.cat([key, self.kv_a_layernorm(latent)], dim=-1)
+        out = self.attn(positions, query.flatten(1), key, key).view(query.shape)
+        values = self.kv_b_proj.to_values(out[..., self.rotated :])
+        return self.o_proj(values.flatten(1))  # type: ignore[no-any-return]
+
+    def _direct_queries(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_proj(x)  # type: ignore[no-any-return]
+
+    def _latent_queries(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))  # type: ignore[no-any-return]
+
+
+class DeepseekRouter(nn.Module):
+    """Chooses experts within the best groups of experts."""
+
+    def __init__(
+        self,
+        parts: LayerParts,
+        hf_config: Mapping[str, Any],
+        *,
+        num_experts: int,
+        by_logistic: bool,
+    ) -> None:
+        """`by_logistic` is V3's way, else V2's."""
+        super().__init__()
+        self.num_experts = num_experts
+        self.by_logistic = by_logistic
+        self.num_experts_per_tok = positive_int(hf_config, "num_experts_per_tok")
+        self.num_groups = positive_int(hf_config, "n_group", 1)
+        self.num_best_groups = positive_int(hf_config, "topk_group", self.num_groups)
+        if num_experts % self.num_groups:
+            raise ConfigError(
+                f"config.json: n_routed_experts={num_experts} is not a multiple of"
+                f" n_group={self.num_groups}."
+            )
+        if not by_logistic and hf_config.get("topk_method", "greedy") == "greedy":
+            self.num_groups = self.num_best_groups = 1
+        self.renormalize = by_logistic and bool(hf_config.get("norm_topk_prob", True))
+        self.factor = number(hf_config, "routed_scaling_factor", 2.5 if by_logistic else 1.0)
+        self.method = parts.kernels.linear_method(
+            num_experts, parts.config.hidden_size, parts.dtype
+        )
+        self.e_score_correction_bias = empty_parameter(num_experts, dtype=torch.float32)
+        if not by_logistic:
+            self.e_score_correction_bias.zero_()
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield self.method.slot(f"{prefix}.weight", slice(0, self.num_experts))
+        if self.by_logistic:
+            name = "e_score_correction_bias"
+            yield parameter_slot(f"{prefix}.{name}", self.e_score_correction_bias)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Router` does."""
+        logits = self.method.project(x, None, torch.float32)
+        if self.by_logistic:
+            scores = 1.0 / (torch.exp(-logits) + 1.0)
+        else:
+            scores = torch.exp(logits - logits.amax(-1, keepdim=True))
+            scores = scores / scores.sum(-1, keepdim=True)
+        candidates = scores + self.e_score_correction_bias
+        groups = candidates.view(len(x), self.num_groups, -1)
+        best = groups.topk(2 if self.by_logistic else 1, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(1, best.topk(self.num_best_groups, dim=-1).indices, True)
+        candidates = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        chosen = candidates.topk(self.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.factor, chosen
+
+
+class DeepseekMoE(ExpertBlock):
+    """Experts that are chosen, and shared ones that every token uses."""
+
+    def __init__(
+        self, parts: LayerParts, hf_config: Mapping[str, Any], *, by_logistic: bool
+    ) -> None:
+        super().__init__(parts.config.hidden_size, parts.dtype, parts.kernels)
+        size = positive_int(hf_config, "moe_intermediate_size")
+        num_experts = expert_counts(hf_config)["num_experts"]
+        self.gate = DeepseekRouter(
+            parts, hf_config, num_experts=num_experts, by_logistic=by_logistic
+        )
+        self.experts = nn.ModuleList(
+            parts.gated_mlp(intermediate_size=size, bias=False) for _ in range(num_experts)
+        )
+        shared = size * positive_int(hf_config, "n_shared_experts")
+        self.shared_experts = parts.gated_mlp(intermediate_size=shared, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [N, hidden_size] to float32 of the same shape."""
+        weights, chosen = self.gate(x)
+        routed = mixed(x, weights, chosen, self._run, len(self.experts))
+        return routed + self.shared_experts(x)  # type: ignore[no-any-return]
+
+    def _run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[expert](x)  # type: ignore[no-any-return]
+
+
+class DeepseekV2ForCausalLM(Decoder):
+    """A DeepSeek V2 with its output head."""
+
+    by_logistic = False
+    dense_layers = 0
+    """Layers at the start without experts, where the config does not say."""
+
+    @classmethod
+    def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
+        # The table of angles is for the part that is rotated.
+        return DecoderConfig.from_hf(
+            hf_config, head_size=positive_int(hf_config, "qk_rope_head_dim")
+        )
+
+    @classmethod
+    def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:
+        attention = LatentAttention(parts, hf_config)
+        if parts.index < number(hf_config, "first_k_dense_replace", cls.dense_layers):
+            return PreNormLayer(parts, attention, parts.gated_mlp())
+        moe = DeepseekMoE(parts, hf_config, by_logistic=cls.by_logistic)
+        return PreNormLayer(parts, attention, moe)
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """A DeepSeek V3 or R1 with its output head."""
+
+    by_logistic = True
+    dense_layers = 3
+
+
+def row_order(plain: int, rotated: int, in_pairs: bool) -> torch.Tensor:
+    """Where the rows of | plain | rotated | are in the checkpoint: int64 [plain + rotated].
+
+    With `in_pairs`, the checkpoint rotates neighbours; here the halves are pairs.
+    """
+    tail = torch.arange(plain, plain + rotated)
+    if in_pairs:
+        tail = torch.cat([tail[0::2], tail[1::2]])
+    return torch.cat([torch.arange(plain), tail])
+
+
+def yarn_scale(scaling: Mapping[str, Any]) -> float:
+    """What YaRN multiplies scores by, beyond what it does to angles."""
+    weight = scaling.get("mscale_all_dim")
+    if scaling.get("rope_type", "default") == "default" or not weight:
+        return 1.0
+    factor = number(scaling, "factor")
+    mscale = 1.0 if factor <= 1 else 0.1 * number(scaling, "mscale_all_dim") * math.log(factor) + 1
+    return mscale * mscale
+
+
+def _latent_norm(size: int, parts: LayerParts) -> BranchRMSNorm:
+    return BranchRMSNorm(size, _LATENT_EPS, dtype=parts.dtype, kernels=parts.kernels)
