@@ -24,8 +24,6 @@ MODELS: dict[str, str] = {
     "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
     "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
     "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
-    "DeepseekV2ForCausalLM": "deepseek:DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM": "deepseek:DeepseekV3ForCausalLM",
     "BertModel": "bert:BertModel",
     "BertForSequenceClassification": "bert:BertForSequenceClassification",
     "RobertaModel": "bert:BertModel",
@@ -41,6 +39,7 @@ def get_model_class(architecture: str) -> CausalLMClass:
 
     Raises `ConfigError` for one we do not have.
     """
+    architecture = _with_head(architecture)
     if architecture not in MODELS:
         raise ConfigError(
             f"Models of architecture {architecture!r} are not supported."
@@ -48,7 +47,6 @@ def get_model_class(architecture: str) -> CausalLMClass:
         )
     module, _, name = MODELS[architecture].partition(":")
     found: CausalLMClass = getattr(importlib.import_module(f"tokenmill.models.{module}"), name)
-    architecture = _with_head(architecture)
     return found
 
 
