@@ -48,7 +48,7 @@ class ColumnsOnDevice:
             self.any_filter = self._any_random and _any_filter(metadata)
         if not self._any_random:
             return {}
-        position = {POSITION: metadata.random.position}
+        position: dict[str, HostArray] = {POSITION: metadata.random.position}
         if self._kept:
             return position
         # Kernels read the bits of a seed.
