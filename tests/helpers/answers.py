@@ -111,6 +111,14 @@ def _xml(name, **values):
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
+def _glm(name, **values):
+    inner = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        for key, value in values.items()
+    )
+    return f"<tool_call>{name}\n{inner}</tool_call>"
+
+
 def _harmony_call(name, arguments):
     return (
         f"<|start|>assistant<|channel|>commentary to=functions.{name} "
@@ -244,6 +252,21 @@ GOOD = [
     Example(
         "qwen3_xml", _xml("add", a="much", b="x y"), "", [("add", '{"a": "much", "b": "x y"}')]
     ),
+    Example("glm45", _glm("get_weather", city="Paris"), "", TWO[:1]),
+    Example("glm45", f"Ok.\n{_glm('get_weather', city='Paris')}\n{_glm('now')}", "Ok.", TWO),
+    Example(
+        "glm45",
+        _glm("add", a="5", b='["x"]', c="x\n</arg>", d="{}"),
+        "",
+        [("add", '{"a": 5, "b": ["x"], "c": "x\\n</arg>", "d": {}}')],
+    ),
+    Example(
+        "glm45",
+        "<tool_call>now</tool_call><tool_call>get_weather<arg_key>city</arg_key>"
+        "<arg_value>Paris</arg_value></tool_call>",
+        "",
+        TWO[::-1],
+    ),
     # Without the outer marks, and with values on the line of their names.
     Example(
         "qwen3_coder",
@@ -331,6 +354,11 @@ BROKEN = [
     Example("deepseek_v31", "<｜tool▁call▁begin｜>now{}", "<｜tool▁call▁begin｜>now{}", []),
     Example("openai", "<|channel|>fin", "<|channel|>fin", []),
     Example("qwen3_coder", "<tool_call>\nhm", "<tool_call>\nhm", []),
+    Example("glm45", "<tool_call>now", "<tool_call>now", []),
+    Example("glm45", '<tool_call>{"name": "now"}', '<tool_call>{"name": "now"}', []),
+    Example(
+        "glm45", "<tool_call>add\n<arg_key>c</arg_key>\n<arg_value>x", "", [("add", '{"c": "x')]
+    ),
     Example("qwen3_coder", "<tool_call><function=now", "<tool_call><function=now", []),
     Example("qwen3_coder", "<function=>", "<function=>", []),
     Example("qwen3_coder", "<function=now>", "", [("now", "")]),

@@ -232,11 +232,30 @@ def coded(name, **values):
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
-def test_values_without_quotes():
-    grammar = forced_calls([CODER, NOW], "qwen3_coder", lambda _: None)
-    assert accepts(grammar, coded("now"))
-    assert accepts(grammar, coded("write", **FILLED))
-    assert accepts(grammar, coded("write", path="x", size="5") + "\n" + coded("now"))
+def glm_coded(name, **values):
+    arguments = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        for key, value in values.items()
+    )
+    return f"<tool_call>{name}\n{arguments}</tool_call>"
+
+
+WRITTEN = pytest.mark.parametrize(
+    ("family", "coded"), [("qwen3_coder", coded), ("glm45", glm_coded)]
+)
+
+
+@WRITTEN
+@pytest.mark.parametrize("is_special", [False, True])
+def test_values_without_quotes(family, coded, is_special):
+    special = tuple(marks_of(family)) if is_special else ()
+    grammar = forced_calls([CODER, NOW], family, ids_of(special))
+    for right in (
+        coded("now"),
+        coded("write", **FILLED),
+        coded("write", path="x", size="5") + "\n" + coded("now"),
+    ):
+        assert accepts(grammar, right, special), right
     for wrong in (
         coded("write", path="x"),
         coded("write", path="x", size="100"),
@@ -246,18 +265,21 @@ def test_values_without_quotes():
         coded("now", path="x"),
         coded("other"),
     ):
-        assert not accepts(grammar, wrong), wrong
-    ((_, arguments),) = parse("qwen3_coder", coded("write", **FILLED), [CODER]).calls
+        assert not accepts(grammar, wrong, special), wrong
+    ((_, arguments),) = parse(family, coded("write", **FILLED), [CODER]).calls
     read = {"path": "a <b>\n\n", "mode": "w", "size": 7, "more": [True]}
     assert json.loads(arguments) == read
 
 
-def test_values_without_quotes_of_strict_tools():
+@WRITTEN
+@pytest.mark.parametrize("is_special", [False, True])
+def test_values_without_quotes_of_strict_tools(family, coded, is_special):
+    special = tuple(marks_of(family)) if is_special else ()
     tools = [CODER, Tool("loose", {"properties": {"a": {"type": "integer"}}})]
-    grammar = lazy_calls(tools, "qwen3_coder", lambda _: None)
-    assert accepts(grammar, "Ok.\n" + coded("write", **FILLED) + "\nDone.")
-    assert accepts(grammar, coded("loose", a="x", anything="<y>\nz"))
-    assert not accepts(grammar, coded("write", path="x"))
+    grammar = lazy_calls(tools, family, ids_of(special))
+    assert accepts(grammar, "Ok.\n" + coded("write", **FILLED) + "\nDone.", special)
+    assert accepts(grammar, coded("loose", a="x", anything="<y>\nz"), special)
+    assert not accepts(grammar, coded("write", path="x"), special)
 
 
 @pytest.mark.parametrize("schema", [{"pattern": "a"}, {"maxLength": 5}, {"format": "date"}])

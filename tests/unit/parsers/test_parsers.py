@@ -195,6 +195,7 @@ OPENERS = {
     "mistral": ("[TOOL_CALLS]", "[TOOL_CALLS]now[ARGS]{", "["),
     "openai": ("<|channel|>", "<|channel|>analysis<|message|>", "<|start|>"),
     "pythonic": ("[", "[now(", "[now(a=[", "("),
+    "glm45": ("<tool_call>", "<tool_call>now\n", "<arg_key>", "<tool_call>now<arg_key>a"),
     "qwen3_coder": (
         "<tool_call>",
         "<function=",

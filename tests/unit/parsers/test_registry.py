@@ -39,7 +39,8 @@ HERMES = (
         # The mark of Hermes around other forms.
         ('<tool_call>\n<function=example>\n<parameter=a> "name" "arguments"', "qwen3_coder"),
         ('<tool_call>\n<function=example>{"name": 1, "arguments": 2}', None),
-        ("<tool_call>{function}<arg_key>", None),
+        ("<tool_call>{function}<arg_key>{key}</arg_key><arg_value>", "glm45"),
+        ("<tool_call><invoke name=", None),
         (CHATML, None),
         (PLAIN, None),
         ("", None),

@@ -25,6 +25,7 @@ from tokenmill.entrypoints.parsers.grammar_writer import (
     SpecialId,
     Tool,
 )
+from tokenmill.entrypoints.parsers.xml_calls import CODER_MARKS, GLM_MARKS
 
 
 def _object(key: str) -> Callable[[Tool, Mapping[str, Any]], list[Part]]:
@@ -76,9 +77,15 @@ def _pythonic(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
     return [f"{tool.name}(", Keywords(tool, schema), ")"]
 
 
-def _xml(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
+def _coder(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
     head: list[Part] = [Mark("<tool_call>"), f"\n<function={tool.name}>\n"]
-    return [*head, Parameters(tool, schema), "</function>\n", Mark("</tool_call>")]
+    inner = Parameters(tool, schema, CODER_MARKS)
+    return [*head, inner, "</function>\n", Mark("</tool_call>")]
+
+
+def _glm(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
+    head: list[Part] = [Mark("<tool_call>"), f"{tool.name}\n"]
+    return [*head, Parameters(tool, schema, GLM_MARKS), Mark("</tool_call>")]
 
 
 _DEEPSEEK_MARKS = ((Mark(deepseek.CALLS_BEGIN),), (Mark(deepseek.CALLS_END),))
@@ -91,6 +98,7 @@ STYLES: dict[str, CallStyle] = {
     "deepseek_v31": CallStyle(
         _deepseek_v31, _DEEPSEEK_MARKS[0], (), _DEEPSEEK_MARKS[1], deepseek.CALLS_BEGIN
     ),
+    "glm45": CallStyle(_glm, between=("\n",), trigger="<tool_call>"),
     "granite": CallStyle(
         _object("arguments"), (Mark("<|tool_call|>"), "["), (", ",), ("]",), "<|tool_call|>"
     ),
@@ -116,8 +124,8 @@ STYLES: dict[str, CallStyle] = {
         _object("arguments"), (Mark("functools"), "["), (", ",), ("]",), "functools"
     ),
     "pythonic": CallStyle(_pythonic, ("[",), (", ",), ("]",)),
-    "qwen3_coder": CallStyle(_xml, between=("\n",), trigger="<tool_call>"),
-    "qwen3_xml": CallStyle(_xml, between=("\n",), trigger="<tool_call>"),
+    "qwen3_coder": CallStyle(_coder, between=("\n",), trigger="<tool_call>"),
+    "qwen3_xml": CallStyle(_coder, between=("\n",), trigger="<tool_call>"),
 }
 """By the names of parsers; `json` is for models that have none."""
 

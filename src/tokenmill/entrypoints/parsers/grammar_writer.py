@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import keyword
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.entrypoints.parsers import xml_calls
-from tokenmill.entrypoints.parsers.xml_calls import is_string
+from tokenmill.entrypoints.parsers.xml_calls import ArgumentMarks, is_string
 from tokenmill.errors import InvalidRequestError, shown
 from tokenmill.structured_output.json_schema import enforceable_schema
 
@@ -28,6 +28,7 @@ _NO_ARGUMENTS: dict[str, Any] = {
 }
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 ANY_TEXT = r"/(.|\n)*/"
+_MARK = re.compile(r"(<[^<>\s]+>)")
 _SHARED = ("$defs", "definitions")
 """Keys of a schema that its properties may refer to."""
 _OF_OBJECTS = frozenset(
@@ -88,6 +89,7 @@ class Parameters:
 
     tool: Tool
     schema: Mapping[str, Any]
+    marks: ArgumentMarks
 
 
 Part = str | Mark | Schema | Keywords | Parameters
@@ -161,8 +163,8 @@ class GrammarWriter:
                 return name
             case Keywords(tool, schema):
                 return self._keywords(tool, schema)
-            case Parameters(tool, schema):
-                return self._parameters(tool, schema)
+            case Parameters(tool, schema, marks):
+                return self._parameters(tool, schema, marks)
 
     def _keywords(self, tool: Tool, schema: Mapping[str, Any]) -> str:
         """Keyword arguments in the order of the schema: all that are required, any of the rest."""
@@ -181,12 +183,13 @@ class GrammarWriter:
             first, rest = both
         return first
 
-    def _parameters(self, tool: Tool, schema: Mapping[str, Any]) -> str:
+    def _parameters(self, tool: Tool, schema: Mapping[str, Any], marks: ArgumentMarks) -> str:
         """Marked values in the order of the schema; of a schema that says nothing, any."""
-        begin, end = xml_calls.PARAMETER_BEGIN, f"\n{xml_calls.PARAMETER_END}\n"
+        end = marks.after_value
         if schema.keys() <= {"type"}:
             self.rule(name := self._name("key"), r"/[^<>\n]+/")
-            return f"({json.dumps(begin)} {name} {json.dumps('>' + chr(10))} {self._text(end)})*"
+            head = f"{self._marked(marks.before_key)} {name} {self._marked(marks.after_key)}"
+            return f"({head} {self._text(end)})*"
         required, properties = _arguments(tool, schema, _no_key)
         shared = {key: schema[key] for key in _SHARED if key in schema}
         written = []
@@ -194,8 +197,10 @@ class GrammarWriter:
             if is_string(value):
                 inner = self._string(tool, name, value, end)
             else:
-                inner = self.parts([Schema({**shared, **value}, tool.place), end])
-            one = f"{json.dumps(f'{begin}{name}>' + chr(10))} {inner}"
+                inner = (
+                    f"{self.parts([Schema({**shared, **value}, tool.place)])} {self._marked(end)}"
+                )
+            one = f"{self._marked(marks.before_key + name + marks.after_key)} {inner}"
             written.append(one if name in required else f"({one})?")
         return " ".join(written)
 
@@ -212,16 +217,24 @@ class GrammarWriter:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is None:
             return self._text(end)
-        return f"({' | '.join(json.dumps(f'{value}{end}') for value in values)})"
+        return f"({' | '.join(map(json.dumps, values))}) {self._marked(end)}"
 
     def _text(self, end: str) -> str:
         """Any text up to a mark."""
-        name = self._name("text")
-        self.rule(f"{name}[lazy]", f"ANY {json.dumps(end)}")
         if not self._has_any:
             self.rule("ANY", ANY_TEXT)
             self._has_any = True
+        marked = self._marked(end)
+        if marked.startswith("<"):  # a special token, which no text holds
+            return f"ANY {marked}"
+        name = self._name("text")
+        self.rule(f"{name}[lazy]", f"ANY {json.dumps(end)}")
         return name
+
+    def _marked(self, text: str) -> str:
+        """An expression for text in which marks may be special tokens."""
+        pieces = _MARK.split(text)
+        return self.parts([Mark(each) if _MARK.fullmatch(each) else each for each in pieces])
 
     def _name(self, kind: str) -> str:
         self._num_names += 1

@@ -85,16 +85,22 @@ class TextReader:
             yield
         return self.text[self.pos : self.pos + 1]
 
-    def literal(self, wanted: str) -> Steps[bool]:
-        """Read `wanted` if that comes next, else nothing."""
+    def is_next(self, wanted: str) -> Steps[bool]:
+        """Whether `wanted` comes next; nothing is read."""
         while True:
-            end = self.pos + len(wanted)
             if self.text.startswith(wanted, self.pos):
-                self.take(end)
                 return True
+            end = self.pos + len(wanted)
             if self.ended or not wanted.startswith(self.text[self.pos : end]):
                 return False
             yield
+
+    def literal(self, wanted: str) -> Steps[bool]:
+        """Read `wanted` if that comes next, else nothing."""
+        if not (yield from self.is_next(wanted)):
+            return False
+        self.take(self.pos + len(wanted))
+        return True
 
     def run(self, characters: re.Pattern[str]) -> Steps[str]:
         """Read as many as there are; the pattern is a starred class of characters."""

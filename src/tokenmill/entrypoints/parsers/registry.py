@@ -15,7 +15,7 @@ from tokenmill.entrypoints.parsers.harmony import HarmonyParser
 from tokenmill.entrypoints.parsers.json_calls import JsonCallParser, JsonStyle, MistralCallParser
 from tokenmill.entrypoints.parsers.pythonic import PythonicCallParser
 from tokenmill.entrypoints.parsers.reader import Steps, TextReader
-from tokenmill.entrypoints.parsers.xml_calls import Schemas, XmlCallParser
+from tokenmill.entrypoints.parsers.xml_calls import CoderCallParser, GlmCallParser, Schemas
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -76,11 +76,23 @@ _PYTHONIC = ToolFormat(
     lambda sink, tools: PythonicCallParser(sink, tools.keys()),
     ("<|python_start|>", "<|python_end|>"),
 )
-_XML = ToolFormat(XmlCallParser, (xml_calls.CALL_BEGIN, xml_calls.CALL_END))
+_CODER = ToolFormat(CoderCallParser, (xml_calls.CALL_BEGIN, xml_calls.CALL_END))
+_GLM = ToolFormat(
+    GlmCallParser,
+    (
+        xml_calls.CALL_BEGIN,
+        xml_calls.CALL_END,
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+    ),
+)
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
+    "glm45": _GLM,
     "granite": ToolFormat(_json(GRANITE), ("<|tool_call|>", "<|/tool_call|>")),
     "hermes": ToolFormat(_json(HERMES), ("<tool_call>", "</tool_call>")),
     "internlm": ToolFormat(_json(INTERNLM), ("<|action_start|>", "<|plugin|>", "<|action_end|>")),
@@ -107,8 +119,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     "phi4_mini_json": ToolFormat(_json(PHI), ("functools",)),
     "pythonic": _PYTHONIC,
-    "qwen3_coder": _XML,
-    "qwen3_xml": _XML,
+    "qwen3_coder": _CODER,
+    "qwen3_xml": _CODER,
 }
 """Value of `tool_call_parser` to its format."""
 
@@ -124,12 +136,13 @@ _RECOGNISED: dict[str, tuple[str, ...]] = {
     "llama4_pythonic": ("<|python_start|>",),
     "llama3_json": ("ipython", '"parameters"'),
     "granite": ("<|tool_call|>",),
-    "qwen3_coder": ("<tool_call>", xml_calls.FUNCTION_BEGIN, xml_calls.PARAMETER_BEGIN),
+    "qwen3_coder": ("<tool_call>", xml_calls.FUNCTION_BEGIN, "<parameter="),
+    "glm45": ("<tool_call>", "<arg_key>", "<arg_value>"),
     "jamba": ("<tool_calls>", '"name"', '"arguments"'),
     "hermes": ("<tool_call>", '"name"', '"arguments"'),
 }
 """Families by what their chat templates contain, the more special ones first."""
-_OTHER_FORMATS = ("<arg_key>", "<invoke", "<tool_sep>")
+_OTHER_FORMATS = ("<invoke", "<tool_sep>")
 """In templates whose calls only look like those of a family above."""
 
 
@@ -145,9 +158,7 @@ def check_tool_parser(name: str) -> str:
 
 def recognise_tool_parser(template: str) -> str | None:
     """The family whose calls a chat template describes; None if it is none, or not certain."""
-    bare_function = xml_calls.FUNCTION_BEGIN in template and (
-        xml_calls.PARAMETER_BEGIN not in template
-    )
+    bare_function = xml_calls.FUNCTION_BEGIN in template and "<parameter=" not in template
     if bare_function or any(other in template for other in _OTHER_FORMATS):
         return None
     flat = template.replace('\\"', '"').replace("'", '"')
