@@ -105,6 +105,18 @@ FAMILIES = [
     ),
     Family("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 64}, gguf="qwen3"),
     Family(
+        "smollm3",
+        "SmolLM3",
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 25,
+        },
+    ),
+    Family(
         "phi3",
         "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
         "Phi3ForCausalLM",

@@ -16,6 +16,7 @@ MODELS: dict[str, str] = {
     "MistralForCausalLM": "llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM": "smollm3:SmolLM3ForCausalLM",
     "Phi3ForCausalLM": "phi3:Phi3ForCausalLM",
     "Olmo2ForCausalLM": "olmo2:Olmo2ForCausalLM",
     "GPT2LMHeadModel": "gpt2:GPT2LMHeadModel",
