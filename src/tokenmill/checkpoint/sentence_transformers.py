@@ -17,8 +17,14 @@ from tokenmill.errors import CheckpointError, shown
 
 MODULES = "modules.json"
 _LENGTHS = ("sentence_bert_config.json", "sentence_roberta_config.json")
-_POOLINGS = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
-"""Names in the files to ours."""
+_POOLINGS = {
+    "cls_token": "cls",
+    "mean_tokens": "mean",
+    "lasttoken": "last",
+    "cls": "cls",
+    "mean": "mean",
+}
+"""Names in the files, of older and newer versions, to ours."""
 _OTHER_POOLINGS = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
@@ -64,16 +70,13 @@ def _kind(path: Path, module: Mapping[str, Any]) -> str:
 def _pooling_type(file: Path) -> str:
     config = _read_object(file)
     named = config.get("pooling_mode")
-    if isinstance(named, str):
-        chosen = [named.removesuffix("_tokens").removesuffix("_token")]
-    else:
-        names = (*_POOLINGS, *_OTHER_POOLINGS)
-        on = [name for name in names if config.get(f"pooling_mode_{name}")]
-        chosen = [_POOLINGS.get(name, name) for name in on]
+    names = (*_POOLINGS, *_OTHER_POOLINGS)
+    on = [name for name in names if config.get(f"pooling_mode_{name}")]
+    chosen = [_POOLINGS.get(name, name) for name in ([named] if isinstance(named, str) else on)]
     if len(chosen) != 1 or chosen[0] not in _POOLINGS.values():
         raise CheckpointError(
             f"{file}: pools by {' and '.join(chosen) or 'nothing'}, which is not supported; one of"
-            f" {', '.join(_POOLINGS.values())} is. Set pooler_config to pool otherwise."
+            f" {', '.join(sorted(set(_POOLINGS.values())))} is."
         )
     return chosen[0]
 
