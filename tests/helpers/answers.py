@@ -106,6 +106,15 @@ def _v3(template, *calls):
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 
+def _kimi(*calls):
+    inner = "".join(
+        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|>"
+        for number, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
 def _xml(name, **values):
     inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
@@ -229,6 +238,10 @@ GOOD = [
     Example("deepseek_v3", "First. " + _v3(V3, TWO[0]), "First.", TWO[:1]),
     Example("deepseek_v31", _v3(V31, *TWO), "", TWO),
     Example("deepseek_v31", _v3(V31, ("get_weather", ODD)), "", [("get_weather", ODD)]),
+    Example("kimi_k2", _kimi(*TWO), "", TWO),
+    Example(
+        "kimi_k2", "Hm. " + _kimi(("get_weather", ODD)) + "So.", "Hm. So.", [("get_weather", ODD)]
+    ),
     Example("openai", _harmony_call(*TWO[0]), "", TWO[:1]),
     Example("qwen3_coder", _xml("get_weather", city="Paris"), "", TWO[:1]),
     Example(
@@ -352,6 +365,7 @@ BROKEN = [
     Example("pythonic", "[now(a=(]", "[now(a=(]", []),
     Example("deepseek_v3", "<｜tool▁calls▁begin｜>hm", "<｜tool▁calls▁begin｜>hm", []),
     Example("deepseek_v31", "<｜tool▁call▁begin｜>now{}", "<｜tool▁call▁begin｜>now{}", []),
+    Example("kimi_k2", "<|tool_call_begin|>now {}", "<|tool_call_begin|>now {}", []),
     Example("openai", "<|channel|>fin", "<|channel|>fin", []),
     Example("qwen3_coder", "<tool_call>\nhm", "<tool_call>\nhm", []),
     Example("glm45", "<tool_call>now", "<tool_call>now", []),

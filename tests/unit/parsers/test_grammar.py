@@ -148,6 +148,8 @@ CALLS = {
     "llama3_json": '{"name": "{}", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "{}", "arguments": {}}]',
     MISTRAL_ARGS: "[TOOL_CALLS]{}[ARGS]{}",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.{}:0"
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
 }
 CODER = Tool(
     "write",

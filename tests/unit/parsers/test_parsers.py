@@ -108,6 +108,12 @@ def test_ids_are_unique_and_of_the_family_s_shape():
         assert all(re.fullmatch(shape, each) for each in ids)
 
 
+def test_ids_of_the_model_s_own_are_kept():
+    two = next(e for e in GOOD if e.tools == "kimi_k2" and len(e.calls) == 2)
+    for pieces in every_cut(two.text):
+        assert parse(pieces, tools="kimi_k2").ids == ["functions.get_weather:0", "functions.now:1"]
+
+
 def test_no_more_calls_than_wanted():
     two = next(e for e in GOOD if e.tools == "hermes" and len(e.calls) == 2)
     assert parse([two.text], tools="hermes", max_calls=1).calls == two.calls[:1]
@@ -191,6 +197,7 @@ OPENERS = {
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n",
     ),
     "hermes": ("<tool_call>", '<tool_call>{"', '<tool_call>{"name": "now", "arguments": {"a":'),
+    "kimi_k2": ("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.now:"),
     "llama3_json": ("{", "<|python_tag|>", '{"name": "now", "parameters": [', "["),
     "mistral": ("[TOOL_CALLS]", "[TOOL_CALLS]now[ARGS]{", "["),
     "openai": ("<|channel|>", "<|channel|>analysis<|message|>", "<|start|>"),

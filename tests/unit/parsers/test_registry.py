@@ -35,6 +35,7 @@ HERMES = (
         ("{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name}}", "deepseek_v31"),
         ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "openai"),
         ("{{ '<|tool_call|>' }}", "granite"),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}", "kimi_k2"),
         ('as <tool_call></tool_call>: <tool_calls>[{"name": 1, "arguments": 2}]', "jamba"),
         # The mark of Hermes around other forms.
         ('<tool_call>\n<function=example>\n<parameter=a> "name" "arguments"', "qwen3_coder"),

@@ -5,7 +5,7 @@
     reader.py      text that comes in pieces, read by generators
     reasoning.py   `<think>` and its relatives
     json_text.py   JSON as it comes
-    json_calls.py, deepseek.py, pythonic.py, xml_calls.py, harmony.py
+    json_calls.py, section_calls.py, pythonic.py, xml_calls.py, harmony.py
                    the families of models
     registry.py    the families by name, and how a template tells which one it is
     grammar.py     grammars that let a model write nothing but calls; grammar_writer.py: its rules

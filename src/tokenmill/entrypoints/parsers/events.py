@@ -64,6 +64,8 @@ class EventSink:
         self._events: list[Event] = []
         self._blanks: list[str] = []
         """Held back; they follow content."""
+        self._before_call = ""
+        """Those between the content and a call, should the content go on behind it."""
         self._reasoning_blanks: list[str] = []
         self._has_content = False
         self._has_reasoning = False
@@ -75,10 +77,13 @@ class EventSink:
             return
         body = text.rstrip(BLANKS)
         if body:
-            if self._has_content or not self.num_calls:
+            if not self._has_content and self.num_calls:
+                body = body.lstrip(BLANKS)
+            elif self._blanks or body[0] in BLANKS:
                 self._add(ContentPiece, "".join(self._blanks))
             else:
-                body = body.lstrip(BLANKS)
+                self._add(ContentPiece, self._before_call)
+            self._before_call = ""
             self._blanks.clear()
             self._has_content = True
             self._add(ContentPiece, body)
@@ -101,13 +106,15 @@ class EventSink:
         if text:
             self._reasoning_blanks.append(text)
 
-    def start_call(self, name: str) -> None:
-        """A call begins; what comes next are its arguments."""
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        """A call begins; what comes next are its arguments. Without an id it gets a new one."""
+        if self._has_content:
+            self._before_call = self._before_call or "".join(self._blanks)
         self._blanks.clear()
         self._flush()
         self.num_calls += 1
         if not self._is_dropped:
-            self._events.append(CallStart(self.num_calls - 1, self._new_call_id(), name))
+            self._events.append(CallStart(self.num_calls - 1, call_id or self._new_call_id(), name))
 
     def arguments(self, text: str) -> None:
         """More arguments of the latest call."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tokenmill.entrypoints.parsers import deepseek, harmony
+from tokenmill.entrypoints.parsers import harmony
 from tokenmill.entrypoints.parsers.grammar_writer import (
     ANY_OBJECT,
     ANY_TEXT,
@@ -21,10 +21,12 @@ from tokenmill.entrypoints.parsers.grammar_writer import (
     Mark,
     Parameters,
     Part,
+    Pattern,
     Schema,
     SpecialId,
     Tool,
 )
+from tokenmill.entrypoints.parsers.section_calls import DEEPSEEK, KIMI
 from tokenmill.entrypoints.parsers.xml_calls import CODER_MARKS, GLM_MARKS
 
 
@@ -48,14 +50,20 @@ def _internlm(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
 
 
 def _deepseek_v3(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
-    head: list[Part] = [Mark(deepseek.CALL_BEGIN), "function", Mark(deepseek.SEPARATOR)]
+    head: list[Part] = [Mark(DEEPSEEK.call_begin), "function", Mark(DEEPSEEK.separator)]
     fence = f"{tool.name}\n```json\n"
-    return [*head, fence, Schema(schema, tool.place), "\n```", Mark(deepseek.CALL_END)]
+    return [*head, fence, Schema(schema, tool.place), "\n```", Mark(DEEPSEEK.call_end)]
 
 
 def _deepseek_v31(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
-    head: list[Part] = [Mark(deepseek.CALL_BEGIN), tool.name, Mark(deepseek.SEPARATOR)]
-    return [*head, Schema(schema, tool.place), Mark(deepseek.CALL_END)]
+    head: list[Part] = [Mark(DEEPSEEK.call_begin), tool.name, Mark(DEEPSEEK.separator)]
+    return [*head, Schema(schema, tool.place), Mark(DEEPSEEK.call_end)]
+
+
+def _kimi(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
+    number = Pattern("[0-9]|[1-9][0-9]")
+    head: list[Part] = [Mark(KIMI.call_begin), f"functions.{tool.name}:", number]
+    return [*head, Mark(KIMI.separator), Schema(schema, tool.place), Mark(KIMI.call_end)]
 
 
 def _harmony(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
@@ -88,15 +96,15 @@ def _glm(tool: Tool, schema: Mapping[str, Any]) -> list[Part]:
     return [*head, Parameters(tool, schema, GLM_MARKS), Mark("</tool_call>")]
 
 
-_DEEPSEEK_MARKS = ((Mark(deepseek.CALLS_BEGIN),), (Mark(deepseek.CALLS_END),))
+_DEEPSEEK_MARKS = ((Mark(DEEPSEEK.calls_begin),), (Mark(DEEPSEEK.calls_end),))
 MISTRAL_ARGS = "mistral_args"
 """How those of Mistral's models write calls whose vocabulary has a token for it."""
 STYLES: dict[str, CallStyle] = {
     "deepseek_v3": CallStyle(
-        _deepseek_v3, _DEEPSEEK_MARKS[0], ("\n",), _DEEPSEEK_MARKS[1], deepseek.CALLS_BEGIN
+        _deepseek_v3, _DEEPSEEK_MARKS[0], ("\n",), _DEEPSEEK_MARKS[1], DEEPSEEK.calls_begin
     ),
     "deepseek_v31": CallStyle(
-        _deepseek_v31, _DEEPSEEK_MARKS[0], (), _DEEPSEEK_MARKS[1], deepseek.CALLS_BEGIN
+        _deepseek_v31, _DEEPSEEK_MARKS[0], (), _DEEPSEEK_MARKS[1], DEEPSEEK.calls_begin
     ),
     "glm45": CallStyle(_glm, between=("\n",), trigger="<tool_call>"),
     "granite": CallStyle(
@@ -112,6 +120,9 @@ STYLES: dict[str, CallStyle] = {
         "<tool_calls>",
     ),
     "json": CallStyle(_object("parameters"), ("[",), (", ",), ("]",)),
+    "kimi_k2": CallStyle(
+        _kimi, (Mark(KIMI.calls_begin),), (), (Mark(KIMI.calls_end),), KIMI.calls_begin
+    ),
     "llama3_json": CallStyle(_object("parameters"), between=("; ",)),
     "llama4_json": CallStyle(_object("parameters"), between=("; ",)),
     "llama4_pythonic": CallStyle(_pythonic, ("[",), (", ",), ("]",)),

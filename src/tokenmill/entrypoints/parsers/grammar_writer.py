@@ -76,6 +76,13 @@ class Schema:
 
 
 @dataclass(frozen=True, slots=True)
+class Pattern:
+    """A place for what a regular expression says."""
+
+    regex: str
+
+
+@dataclass(frozen=True, slots=True)
 class Keywords:
     """A place for arguments as Python writes them."""
 
@@ -92,7 +99,7 @@ class Parameters:
     marks: ArgumentMarks
 
 
-Part = str | Mark | Schema | Keywords | Parameters
+Part = str | Mark | Schema | Pattern | Keywords | Parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +168,8 @@ class GrammarWriter:
                 name = self._name("json")
                 self.rule(name, f"%json {_enforced(schema, place)}")
                 return name
+            case Pattern(regex):
+                return f"/{regex}/"
             case Keywords(tool, schema):
                 return self._keywords(tool, schema)
             case Parameters(tool, schema, marks):

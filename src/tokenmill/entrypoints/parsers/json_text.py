@@ -151,9 +151,13 @@ class PendingCall:
     its arguments have begun as JSON begins.
     """
 
-    def __init__(self, sink: EventSink, name: str | None = None) -> None:
+    def __init__(
+        self, sink: EventSink, name: str | None = None, call_id: str | None = None
+    ) -> None:
+        """`call_id` is the model's own; None for a new one."""
         self._sink = sink
         self._name = name
+        self._call_id = call_id
         self._held: list[str] | None = []
         """Arguments so far; None once the call has begun."""
         self._num_held = 0
@@ -211,7 +215,7 @@ class PendingCall:
         if self._held is None:
             return
         assert self._name is not None  # callers know it
-        self._sink.start_call(self._name)
+        self._sink.start_call(self._name, self._call_id)
         for piece in self._held:
             self._sink.arguments(piece)
         self._held = None

@@ -8,13 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenmill.entrypoints.parsers import deepseek, harmony, xml_calls
-from tokenmill.entrypoints.parsers.deepseek import DeepSeekCallParser
+from tokenmill.entrypoints.parsers import harmony, xml_calls
 from tokenmill.entrypoints.parsers.events import EventSink
 from tokenmill.entrypoints.parsers.harmony import HarmonyParser
 from tokenmill.entrypoints.parsers.json_calls import JsonCallParser, JsonStyle, MistralCallParser
 from tokenmill.entrypoints.parsers.pythonic import PythonicCallParser
 from tokenmill.entrypoints.parsers.reader import Steps, TextReader
+from tokenmill.entrypoints.parsers.section_calls import (
+    DEEPSEEK,
+    KIMI,
+    DeepSeekCallParser,
+    KimiCallParser,
+)
 from tokenmill.entrypoints.parsers.xml_calls import CoderCallParser, GlmCallParser, Schemas
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
@@ -62,16 +67,7 @@ GRANITE = JsonStyle("<|tool_call|>", "<|/tool_call|>")
 JAMBA = JsonStyle("<tool_calls>", "</tool_calls>")
 PHI = JsonStyle("functools")
 INTERNLM = JsonStyle("<|action_start|><|plugin|>", "<|action_end|>")
-_DEEPSEEK = ToolFormat(
-    lambda sink, tools: DeepSeekCallParser(sink),
-    (
-        deepseek.CALLS_BEGIN,
-        deepseek.CALLS_END,
-        deepseek.CALL_BEGIN,
-        deepseek.CALL_END,
-        deepseek.SEPARATOR,
-    ),
-)
+_DEEPSEEK = ToolFormat(lambda sink, tools: DeepSeekCallParser(sink), DEEPSEEK.all)
 _PYTHONIC = ToolFormat(
     lambda sink, tools: PythonicCallParser(sink, tools.keys()),
     ("<|python_start|>", "<|python_end|>"),
@@ -97,6 +93,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(_json(HERMES), ("<tool_call>", "</tool_call>")),
     "internlm": ToolFormat(_json(INTERNLM), ("<|action_start|>", "<|plugin|>", "<|action_end|>")),
     "jamba": ToolFormat(_json(JAMBA), ("<tool_calls>", "</tool_calls>")),
+    "kimi_k2": ToolFormat(lambda sink, tools: KimiCallParser(sink), KIMI.all),
     "llama3_json": ToolFormat(_json(LLAMA), ("<|python_tag|>",)),
     "llama4_json": ToolFormat(_json(LLAMA), ("<|python_tag|>",)),
     "llama4_pythonic": _PYTHONIC,
@@ -130,8 +127,9 @@ FORCED_FORMAT = ToolFormat(_json(JsonStyle("<|tool_calls|>", bare=True)), ())
 
 _RECOGNISED: dict[str, tuple[str, ...]] = {
     "openai": ("<|channel|>", "<|message|>", "to=functions"),
-    "deepseek_v3": (deepseek.CALL_BEGIN, "```json"),
-    "deepseek_v31": (deepseek.CALL_BEGIN,),
+    "deepseek_v3": (DEEPSEEK.call_begin, "```json"),
+    "deepseek_v31": (DEEPSEEK.call_begin,),
+    "kimi_k2": (KIMI.call_begin, KIMI.separator),
     "mistral": ("[TOOL_CALLS]",),
     "llama4_pythonic": ("<|python_start|>",),
     "llama3_json": ("ipython", '"parameters"'),
