@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-_REQUESTS_AT_ONCE = tl.constexpr(256)
+_REQUESTS_AT_ONCE = tl.constexpr(128)
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
