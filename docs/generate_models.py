@@ -31,14 +31,49 @@ Weights are read from safetensors (one file or several) in float32, float16 or b
 
 RoPE scaling: `default`, `linear`, `dynamic`, `llama3`, `yarn`, `longrope`. What depends on a length depends on `max_model_len`, so that a cached key stays right while its text grows.
 
-Not here yet: pooling models, state-space layers, models through transformers' own code. To add a family, see [add a model](add-a-model.md).
+Not here yet: state-space layers, models through transformers' own code. To add a family, see [add a model](add-a-model.md).
+"""
+
+
+POOLING = """
+## Models that pool
+
+Every family above also embeds (`--runner pooling`), with its head or saved without, and scores as `...ForSequenceClassification` where transformers has that class: `tests/models/test_pooling_decoders.py` compares with it. Encoders, which attend in both directions, are made by `tests/helpers/pooling_families.py`; `tests/models/test_pooling_encoders.py` runs over them: vectors and scores within 1e-4 of transformers', and the same bits alone and in a batch. They run on a CPU. [pooling.md](pooling.md) says how to use them.
+
+| family | models | embeddings | scores | weights tested | not supported |
+|---|---|---|---|---|---|
 """
 
 
 def render() -> str:
     """The whole page."""
-    families = runpy.run_path(str(ROOT / "tests" / "helpers" / "families.py"))["FAMILIES"]
-    return HEAD + "".join(map(row, families)) + TAIL
+    encoders = _listed("pooling_families.py", "ENCODER_FAMILIES")
+    return (
+        HEAD
+        + "".join(map(row, _listed("families.py", "FAMILIES")))
+        + TAIL
+        + POOLING
+        + "".join(map(encoder_row, encoders))
+    )
+
+
+def _listed(file: str, name: str) -> list[Any]:
+    found: list[Any] = runpy.run_path(str(ROOT / "tests" / "helpers" / file))[name]
+    return found
+
+
+def encoder_row(family: Any) -> str:
+    """One line of the second table."""
+    weights = f"real ({family.real_weights}), random" if family.real_weights else "random"
+    columns = [
+        family.name,
+        family.models,
+        f"`{family.body}`",
+        f"`{family.classifier}`",
+        weights,
+        family.not_supported,
+    ]
+    return f"| {' | '.join(columns)} |\n"
 
 
 def row(family: Any) -> str:

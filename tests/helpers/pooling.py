@@ -29,7 +29,7 @@ ENCODER: dict[str, Any] = {
 """Of BERT and RoBERTa; heads of 64 values, so that the native kernels serve them."""
 
 
-def randomized(model: Any) -> Any:
+def randomized(model: Any, scale: float = 0.15) -> Any:
     """A model of transformers whose biases, norms and scores are random, too."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -38,7 +38,7 @@ def randomized(model: Any) -> Any:
             if parameter.ndim == 1:
                 parameter.add_(noise * 0.3)
             else:
-                parameter.copy_(noise * 0.15)
+                parameter.copy_(noise * scale)
     return model.eval()
 
 

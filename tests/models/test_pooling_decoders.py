@@ -9,14 +9,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
-from helpers.pooling import decoder, hidden_states, open_pooling, prompts
+from helpers.families import FAMILIES, Family
+from helpers.pooling import decoder, hidden_states, open_pooling, prompts, randomized, save
 from tokenmill import LLM, PoolingParams, SamplingParams
 from tokenmill.errors import ConfigError, InvalidRequestError
 
 LENGTHS = (30, 70, 1, 64, 150)
 PROMPTS = prompts(*LENGTHS)
 EMBEDDERS = ["LlamaModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]
+
+
+def classifier_of(family: Family) -> str:
+    """The class of transformers with a head for classes."""
+    for ending in ("ForCausalLM", "LMHeadModel"):
+        stem = family.architecture.removesuffix(ending)
+        for name in (f"{stem}ForSequenceClassification", f"{stem}TextForSequenceClassification"):
+            if hasattr(transformers, name):
+                return name
+    return ""
+
+
+SCORING = [family for family in FAMILIES if classifier_of(family)]
 
 
 def expected(model: Any, ids: list[int], pooling: str, *, normalize: bool = True) -> torch.Tensor:
@@ -31,6 +46,40 @@ def vectors(llm: LLM, params: PoolingParams | None = None) -> list[list[float]]:
         prompt["prompt_token_ids"] for prompt in PROMPTS
     ]
     return [output.outputs.embedding for output in outputs]
+
+
+@pytest.mark.parametrize("headless", [False, True], ids=["causal", "body"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_embeds(family: Family, headless: bool) -> None:
+    """With the head that it was trained with, and saved without."""
+    config = getattr(transformers, family.config_class)(
+        **family.settings(), attn_implementation="eager"
+    )
+    model = randomized(getattr(transformers, family.architecture)(config), scale=0.1)
+    path = save(model.base_model if headless else model)
+    with open_pooling(path, runner="auto" if headless else "pooling") as llm:
+        found = vectors(llm)
+        assert vectors(llm) == found
+    for prompt, vector in zip(PROMPTS, found, strict=True):
+        ids = torch.tensor([prompt["prompt_token_ids"]])
+        with torch.inference_mode():
+            last = model.base_model(ids).last_hidden_state[0, -1]
+        torch.testing.assert_close(torch.tensor(vector), last / last.norm(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", SCORING, ids=lambda family: family.name)
+def test_every_family_scores(family: Family) -> None:
+    config = getattr(transformers, family.config_class)(
+        **family.settings(), attn_implementation="eager", num_labels=3
+    )
+    model = randomized(getattr(transformers, classifier_of(family))(config), scale=0.1)
+    with open_pooling(save(model)) as llm:
+        found = llm.classify(PROMPTS, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, found, strict=True):
+        ids = torch.tensor([prompt["prompt_token_ids"]])
+        with torch.inference_mode():
+            wanted = model.score(model.base_model(ids).last_hidden_state[0, -1]).softmax(-1)
+        np.testing.assert_allclose(output.outputs.probs, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])

@@ -18,12 +18,13 @@ from helpers.pooling import (
     save,
     with_tokenizer,
 )
+from helpers.pooling_families import ENCODER_FAMILIES, EncoderFamily
 from tokenmill import LLM, PoolingParams, SamplingParams
 from tokenmill.errors import CheckpointError, ConfigError, GenerationError, InvalidRequestError
 from tokenmill.kernels.gelu import gelu
 
 PROMPTS = prompts(30, 70, 1, 64, 150)
-BODIES = ["BertModel", "RobertaModel", "XLMRobertaModel"]
+BODIES = [family.body for family in ENCODER_FAMILIES]
 WITH_TEXT = {"vocab_size": 400, "num_labels": 1}
 
 
@@ -93,10 +94,10 @@ def test_every_token_has_a_vector() -> None:
         np.testing.assert_allclose(output.outputs.data, wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+@pytest.mark.parametrize("family", ENCODER_FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("num_labels", [1, 3])
-def test_classifiers_equal_transformers(family: str, num_labels: int) -> None:
-    model, path = encoder(f"{family}ForSequenceClassification", num_labels=num_labels)
+def test_classifiers_equal_transformers(family: EncoderFamily, num_labels: int) -> None:
+    model, path = encoder(family.classifier, num_labels=num_labels)
     with open_pooling(path) as llm:
         logits = llm.classify(PROMPTS, PoolingParams(use_activation=False), use_tqdm=False)
         scores = llm.classify(PROMPTS, use_tqdm=False)

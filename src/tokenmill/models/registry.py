@@ -25,6 +25,8 @@ MODELS: dict[str, str] = {
     "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
     "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
     "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
+    "DeepseekV2ForCausalLM": "deepseek:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "deepseek:DeepseekV3ForCausalLM",
     "BertModel": "bert:BertModel",
     "BertForSequenceClassification": "bert:BertForSequenceClassification",
     "RobertaModel": "bert:BertModel",
@@ -57,7 +59,12 @@ def _with_head(architecture: str) -> str:
     """
     if architecture in MODELS:
         return architecture
-    for ending in ("ForSequenceClassification", "TextModel", "Model"):
+    for ending in (
+        "TextForSequenceClassification",
+        "ForSequenceClassification",
+        "TextModel",
+        "Model",
+    ):
         if architecture.endswith(ending):
             stem = architecture.removesuffix(ending)
             for head in ("ForCausalLM", "LMHeadModel"):
