@@ -26,12 +26,15 @@ PROMPTS = [
 
 
 def requests() -> tuple[list[str], list[SamplingParams]]:
-    """Prompts and their parameters, greedy and random in turn."""
+    """Prompts and their parameters, greedy and random in turn, half of them with penalties."""
     common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 3}
+    choices: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "top_p": 0.95, "top_k": 50},
+    ]
+    penalties: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
     return PROMPTS, [
-        SamplingParams(temperature=0, **common)
-        if i % 2 == 0
-        else SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=i, **common)
+        SamplingParams(seed=i, **common, **choices[i % 2], **(penalties if i % 4 < 2 else {}))
         for i in range(len(PROMPTS))
     ]
 
