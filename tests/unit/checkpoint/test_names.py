@@ -149,7 +149,7 @@ def test_an_unknown_name_says_what_was_tried_and_what_is_near():
         resolve_model("smolm2-135m")
     message = str(caught.value)
     assert "no such file or directory" in message
-    assert "none of the aliases (smollm2-135m)" in message
+    assert "none of the aliases (smollm2-135m, gemma3-270m)" in message
     assert "owner/name" in message
     assert message.endswith("Did you mean 'smollm2-135m'?")
 
