@@ -6,12 +6,15 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
 from tokenmill.errors import CheckpointError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -81,20 +84,26 @@ class HFDirectory:
         """
         import torch
 
-        entry = self._entries.get(name)
-        if entry is None:
-            raise CheckpointError(
-                f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._entries)}"
-            )
+        tensor = self.tensor(name)
+        entry = self._entries[name]
         if entry.dtype not in _READABLE:
             raise CheckpointError(
                 f"{entry.file}: tensor {name!r} has dtype {entry.dtype}, which is not supported."
                 f" Supported: {', '.join(_READABLE)}."
             )
+        return RawTensor(entry.shape, entry.dtype, tensor.reshape(-1).view(torch.uint8))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor of this name, of any dtype and in its shape; mapped as by `read`."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._entries)}"
+            )
         if entry.file not in self._open_files:
             self._open_files[entry.file] = _open_weights(entry.file, framework="pt")
-        tensor = self._open_files[entry.file].get_tensor(name)
-        return RawTensor(entry.shape, entry.dtype, tensor.reshape(-1).view(torch.uint8))
+        tensor: torch.Tensor = self._open_files[entry.file].get_tensor(name)
+        return tensor
 
     def close(self) -> None:
         self._open_files.clear()

@@ -8,6 +8,7 @@ from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tokenmill.checkpoint.hf_directory import HFDirectory
 from tokenmill.checkpoint.packed_directory import MANIFEST, PackedDirectory
+from tokenmill.checkpoint.quantized_directory import QuantizedDirectory, quantization_method
 from tokenmill.errors import CheckpointError, ModelNotFoundError
 
 
@@ -24,7 +25,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if (path / MANIFEST).is_file():
         return PackedDirectory.open(path)
     if (path / "config.json").is_file():
-        return HFDirectory.open(path)
+        files = HFDirectory.open(path)
+        return QuantizedDirectory(files) if quantization_method(files.config) else files
     gguf_files = sorted(path.glob("*.gguf"))
     if not gguf_files:
         raise ModelNotFoundError(
