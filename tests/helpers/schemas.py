@@ -267,7 +267,9 @@ def _numbers() -> list[Case]:
         {"minimum": -273.15}, {"multipleOf": 0.01, "minimum": 0, "maximum": 10}, {"multipleOf": 0.25},
         {"multipleOf": 3}, {"minimum": 0.001, "maximum": 0.002}, {"exclusiveMaximum": 0},
         {"minimum": 10, "maximum": 10}, {"minimum": -90, "maximum": 90},
-        {"minimum": 1e-3, "exclusiveMaximum": 1e3},
+        {"minimum": 1e-3, "exclusiveMaximum": 1e3}, {"exclusiveMinimum": 0, "maximum": 0.5},
+        {"exclusiveMinimum": 1, "maximum": 1.25}, {"minimum": -0.05, "exclusiveMaximum": 0},
+        {"minimum": 0.5, "allOf": [{"exclusiveMinimum": 0}], "exclusiveMaximum": 0.75},
     ]  # fmt: skip
     cases = [Case(f"number {json.dumps(b)}", {"type": "number", **b}) for b in bounds]
     cases.append(Case("bounds of any type", {"minimum": 3, "maximum": 4}))

@@ -7,6 +7,7 @@ is refused here with the keyword's name, or put in terms that say the same and a
     minProperties                         refused where it counts names that may come twice
     bounds beyond 2**53                   refused: numbers are compared as doubles
     format date, time, date-time          as patterns that know leap years, and no leap seconds
+    open bounds at whole numbers          as the nearest number within, where llguidance needs it
     unknown keywords                      refused: they could be slips of the pen
 
 Nothing recurs; depth and size were checked when the parameters were made.
@@ -14,6 +15,8 @@ Nothing recurs; depth and size were checked when the parameters were made.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 from urllib.parse import unquote
@@ -149,6 +152,7 @@ def enforceable_schema(schema: object, *, closed: bool) -> Schema:
         _rewrite(each)
         if closed:
             _close(each)
+    _close_bounds(schema)
     return schema
 
 
@@ -297,6 +301,37 @@ def _rewrite(schema: Schema) -> None:
         _add(schema, "pattern", FORMAT_PATTERNS[form])
     elif form == "hostname":
         _add(schema, "maxLength", min(schema.pop("maxLength", 253), _LONGEST_HOSTNAME))
+
+
+def _close_bounds(schema: Schema) -> None:
+    """Put open bounds at whole numbers in terms of closed ones, where the other bound is near.
+
+    llguidance takes 0 for a number above 0 if it is to be at most 0.5 (and -0 for one below 0): an
+    open bound lets its own number through if the other bound, which may stand in another schema of
+    an `allOf`, is a fraction next to it. The closed bound is a millionth of their distance inside.
+    """
+    fractions = sorted(
+        abs(each[keyword])
+        for _, each in subschemas(schema)
+        for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+        if _is_number(each.get(keyword)) and each[keyword] % 1
+    )
+    for path, each in subschemas(schema):
+        for keyword, closed, sign in (
+            ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)
+        ):  # fmt: skip
+            bound = each.get(keyword)
+            if not _is_number(bound) or bound % 1 or bound * sign < 0:
+                continue
+            following = bisect(fractions, abs(bound))
+            if following == len(fractions) or fractions[following] - abs(bound) >= 1:
+                continue
+            distance = fractions[following] - abs(bound)
+            inside = abs(bound) + 10.0 ** (math.floor(math.log10(distance)) - 6)
+            if inside == abs(bound):
+                raise _refusal(path, keyword, "it is too near to another bound to be told from it")
+            del each[keyword]
+            _add(each, closed, inside * sign)
 
 
 def _add(schema: Schema, keyword: str, value: object) -> None:

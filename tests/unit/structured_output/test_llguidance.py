@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -92,6 +93,30 @@ WHITE = re.compile(r"\s+")
 
 def outside_strings(document: str) -> str:
     return re.sub(r'"(?:[^"\\]|\\.)*"', '""', document)
+
+
+def test_no_number_is_beyond_its_bounds():
+    bounds = (0, 1, -1, 0.5, -0.5, 1.25, -1.25, 10)
+    lower = [{}, *({key: b} for key in ("minimum", "exclusiveMinimum") for b in bounds)]
+    upper = [{}, *({key: b} for key in ("maximum", "exclusiveMaximum") for b in bounds)]
+    wholes = (0, 1, 2, 9, 10, 11)
+    ends = ("", ".0", ".00", ".1", ".2", ".24", ".25", ".26", ".250", ".251", ".5", ".51", ".9")
+    numbers = [f"{sign}{whole}{end}" for sign in ("", "-") for whole in wholes for end in ends]
+    encode = walk_tokenizer().encode
+    ids = {number: encode(number, add_special_tokens=False) for number in numbers}
+    for low, high in itertools.product(lower, upper):
+        schema = {"type": "number", **low, **high}
+        try:
+            grammar = llguidance_backend().compile(form(json=schema))
+        except InvalidRequestError:  # nothing is between the two
+            continue
+        check, taken = validator(schema), []
+        for number in numbers:
+            matcher = grammar.make_matcher()
+            if matcher.count_valid(ids[number]) == len(ids[number]):
+                assert matcher.accept(ids[number])
+                taken += [number] if matcher.is_accepting() else []
+        assert all(check.is_valid(float(number)) for number in taken), schema
 
 
 def test_b062_white_space_is_bounded():
