@@ -43,7 +43,8 @@ class Router(nn.Module):
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
         self.renormalize = renormalize
-        self.method = kernels.linear_method(num_experts, hidden_size, dtype)
+        # Kept as well as the vocabulary, however the other matrices are quantised.
+        self.method = kernels.vocab_method(num_experts, hidden_size, dtype)
         self.bias = empty_parameter(num_experts, dtype=torch.float32) if bias else None
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from tokenmill.checkpoint.checkpoint import RawTensor
-from tokenmill.quantization.dequantize import dequantize
+from tokenmill.quantization.dequantize import dequantize, plain_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,10 @@ def transposed_slot(slot: WeightSlot) -> WeightSlot:
     return WeightSlot(slot.name, slot.shape[::-1], load)
 
 
-def plain_values(raw: RawTensor) -> torch.Tensor:
-    """The values of a plain tensor: bfloat16 if it is stored so, else float32."""
-    return dequantize(raw, torch.bfloat16 if raw.format == "BF16" else torch.float32)
+_FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def plain_raw(values: torch.Tensor) -> RawTensor:
-    """bfloat16 or float32 values as a checkpoint would hold them."""
+    """Values of a plain type as a checkpoint would hold them."""
     data = values.contiguous().view(-1).view(torch.uint8)
-    return RawTensor(tuple(values.shape), "BF16" if values.dtype == torch.bfloat16 else "F32", data)
+    return RawTensor(tuple(values.shape), _FORMATS[values.dtype], data)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor
 from tokenmill.config.parameters import number, positive_int
 from tokenmill.errors import ConfigError
 from tokenmill.layers.attention import Attention
@@ -34,16 +34,11 @@ from tokenmill.layers.linear import Linear
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.moe import ExpertBlock, mixed
 from tokenmill.layers.norm import BranchRMSNorm
-from tokenmill.layers.weights import (
-    WeightSlot,
-    empty_parameter,
-    parameter_slot,
-    plain_raw,
-    plain_values,
-)
+from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot, plain_raw
 from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 from tokenmill.models.mixtral import expert_counts
+from tokenmill.quantization.dequantize import plain_values
 
 _LATENT_EPS = 1e-6
 """Of the norms of latents, whatever the config says of the others."""
@@ -67,6 +62,8 @@ class OrderedLinear(Linear):
 
     def _reordered(self, slot: WeightSlot) -> Any:
         def load(raw: RawTensor) -> None:
+            if raw.format.startswith(PACKED_PREFIX):  # rows are not apart there
+                raw = plain_raw(plain_values(raw))
             rows = raw.data.view(len(self.order), -1)[self.order]
             slot.load(replace(raw, data=rows.reshape(-1)))
 
@@ -215,9 +212,8 @@ class DeepseekRouter(nn.Module):
             self.num_groups = self.num_best_groups = 1
         self.renormalize = by_logistic and bool(hf_config.get("norm_topk_prob", True))
         self.factor = number(hf_config, "routed_scaling_factor", 2.5 if by_logistic else 1.0)
-        self.method = parts.kernels.linear_method(
-            num_experts, parts.config.hidden_size, parts.dtype
-        )
+        # Kept as well as the vocabulary, however the other matrices are quantised.
+        self.method = parts.kernels.vocab_method(num_experts, parts.config.hidden_size, parts.dtype)
         self.e_score_correction_bias = empty_parameter(num_experts, dtype=torch.float32)
         if not by_logistic:
             self.e_score_correction_bias.zero_()

@@ -21,15 +21,11 @@ from tokenmill.config.parameters import number, read_parameters
 from tokenmill.errors import ConfigError, shown
 from tokenmill.layers.linear_method import LinearMethod
 from tokenmill.layers.moe import ExpertBlock, Router, mixed
-from tokenmill.layers.weights import (
-    WeightSlot,
-    empty_parameter,
-    plain_raw,
-    plain_values,
-)
+from tokenmill.layers.weights import WeightSlot, empty_parameter, plain_raw
 from tokenmill.models.config import DecoderConfig, layer_windows
 from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 from tokenmill.models.mixtral import expert_counts
+from tokenmill.quantization.dequantize import plain_values
 
 _GROUP_VALUES = 32
 """Values of MXFP4 that share a scale."""

@@ -9,17 +9,24 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from helpers.models import PagedRun, model_from_tensors
+from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor
 from tokenmill.config.parameters import read_parameters
 from tokenmill.errors import ConfigError
+from tokenmill.kernels import native
+from tokenmill.kernels.gemm import PackedBlocks
 from tokenmill.layers.gpu import GpuKernels
 from tokenmill.layers.moe import choose_experts, mixed, rows_by_expert
-from tokenmill.models.deepseek import row_order, yarn_scale
+from tokenmill.layers.plain import PlainKernels
+from tokenmill.models.decoder import LayerParts
+from tokenmill.models.deepseek import OrderedLinear, row_order, yarn_scale
 from tokenmill.models.gemma2 import Gemma2ForCausalLM
 from tokenmill.models.gemma3 import Gemma3ForCausalLM
 from tokenmill.models.gpt2 import GPT2LMHeadModel as OurGPT2
 from tokenmill.models.mixtral import MixtralForCausalLM, expert_counts
 from tokenmill.models.qwen2 import qwen_config
 from tokenmill.models.smollm3 import SmolLM3ForCausalLM, has_rope
+from tokenmill.quantization.dequantize import dequantize
+from tokenmill.quantization.packed_blocks import QUANTIZED_TYPES
 
 SIZES: dict[str, Any] = {
     "architectures": ["AnyForCausalLM"],
@@ -187,3 +194,18 @@ def test_latents_are_what_is_cached() -> None:
     assert yarn_scale({"rope_type": "default", "mscale_all_dim": 1.0}) == 1.0
     yarn = {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0}
     assert yarn_scale(yarn) == pytest.approx(1.3688879**2)
+
+
+@pytest.mark.parametrize("format_", ["int8", "int4"])
+def test_rows_of_packed_weights_are_put_in_order_too(format_) -> None:
+    if not native.is_available():
+        return
+    order = row_order(40, 24, in_pairs=True)
+    parts = LayerParts(0, None, None, torch.bfloat16, PlainKernels())  # type: ignore[arg-type]
+    layer = OrderedLinear(64, order, bias=False, parts=parts)
+    weight = torch.randn(64, 64)
+    packed = PackedBlocks.quantize(QUANTIZED_TYPES[format_], weight)
+    raw = RawTensor((64, 64), f"{PACKED_PREFIX}{QUANTIZED_TYPES[format_]}", packed.buffer)
+    (slot,) = layer.weight_slots("model.q_proj")
+    slot.load(raw)
+    assert torch.equal(layer.method.weight, dequantize(raw, torch.bfloat16)[order])
