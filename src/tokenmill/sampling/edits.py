@@ -277,39 +277,35 @@ class ForcedTokens:
         }
 
     def apply(self, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
-        before = self.before
-        force_end(
-            logits,
-            token_ids,
-            {name: torch.from_numpy(array) for name, array in self.arrays().items()},
-            self.start_ids,
-            self.end_ids,
-            int(before.positions.max()),
-        )
+        columns = {name: torch.from_numpy(array) for name, array in self.arrays().items()}
+        width = int(self.before.positions.max())
+        is_due, forced = forced_tokens(token_ids, columns, self.start_ids, self.end_ids, width)
+        for entry in is_due.nonzero().flatten().tolist():
+            row = int(self.before.logits_rows[entry])
+            logits[row].fill_(-torch.inf)
+            logits[row, forced[entry]] = 0.0
 
 
-def force_end(
-    logits: torch.Tensor,
+def forced_tokens(
     token_ids: torch.Tensor,
     columns: dict[str, torch.Tensor],
     start_ids: tuple[int, ...],
     end_ids: tuple[int, ...],
     width: int,
-) -> None:
-    """`ForcedTokens` by torch, on any device and without waiting for it.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whether the end is due, the id that has to come then), bool and int64 [m], on any device.
 
-    `columns` are its arrays; no row has more than `width` tokens before the one to be sampled.
+    `columns` are the arrays of a `ForcedTokens`; no row has more than `width` tokens before the one
+    to be sampled.
     """
-    rows, first, positions = columns["logits_rows"], columns["first"], columns["positions"]
+    first, positions = columns["first"], columns["positions"]
     tokens = token_ids[columns["table_rows"], :width]
     started = _end_of_last(tokens, start_ids, first, positions)
     ended = _end_of_last(tokens, end_ids, first, positions)
     began = torch.where((started < 0) & columns["is_open"], first, started)
     num_over = positions - began - columns["budget"]
     is_due = (began >= 0) & (began > ended) & (num_over >= 0)
-    forced = columns["end_ids"][num_over.clamp(0, len(end_ids) - 1)].unsqueeze(1)
-    only = torch.full_like(logits[rows], -torch.inf).scatter_(1, forced, 0.0)
-    logits[rows] = torch.where(is_due.unsqueeze(1), only, logits[rows])
+    return is_due, columns["end_ids"][num_over.clamp(0, len(end_ids) - 1)]
 
 
 def _end_of_last(

@@ -19,7 +19,7 @@ from tokenmill.sampling.edits import (
     ForcedTokens,
     LogitsEdit,
     Penalties,
-    force_end,
+    forced_tokens,
     is_completed_by_last,
 )
 
@@ -111,7 +111,11 @@ def apply_edit(
             counts.apply(edit, logits, staged, token_ids)
         case ForcedTokens():
             width = int(edit.before.positions.max())
-            force_end(logits, token_ids, staged, edit.start_ids, edit.end_ids, width)
+            is_due, forced = forced_tokens(token_ids, staged, edit.start_ids, edit.end_ids, width)
+            rows = staged["logits_rows"]
+            given = logits[rows]
+            only = torch.full_like(given, -torch.inf).scatter_(1, forced.unsqueeze(1), 0.0)
+            logits[rows] = torch.where(is_due.unsqueeze(1), only, given)
         case CustomEdits():
             edit.apply(logits, token_ids)
         case _:
