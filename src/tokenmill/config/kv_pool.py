@@ -95,8 +95,19 @@ def _num_blocks(
     if not 0 < fraction <= 1:
         raise ConfigError(f"kv_cache_memory_fraction={fraction} must lie in (0, 1].")
     useful = step.max_num_seqs * -(-step.max_model_len // block_size)
+    if _ends_in_its_step(args):
+        useful = min(useful, -(-step.max_num_batched_tokens // block_size) + step.max_num_seqs)
     share = int(ledger.left * fraction) // bytes_per_block - 1
     return min(share, useful), f"kv_cache_memory_fraction={fraction}"
+
+
+def _ends_in_its_step(args: EngineArgs) -> bool:
+    """Whether every request is computed in one step, and leaves nothing to be found again."""
+    return (
+        args.runner == "pooling"
+        and not args.enable_chunked_prefill
+        and not args.enable_prefix_caching
+    )
 
 
 def _remedy(ledger: MemoryLedger) -> str:

@@ -211,7 +211,7 @@ def _settings(
         raise ConfigError(
             "kv_cache_dtype='int8' is for models that generate; use kv_cache_dtype='auto'."
         )
-    changes: dict[str, Any] = {"device": "cpu", "async_scheduling": False}
+    changes: dict[str, Any] = {"runner": "pooling", "device": "cpu", "async_scheduling": False}
     if not pooling.is_causal:
         changes["enable_chunked_prefill"] = False
     if not pooling.is_causal or pooling.pooling_type != "last":

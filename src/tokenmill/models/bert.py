@@ -36,6 +36,9 @@ from tokenmill.models.config import norm_eps
 from tokenmill.models.decoder import named_attention
 from tokenmill.models.pooling import DenseHead
 
+SMALLEST_HEAD = 64
+"""Values of a head that the native kernels take; many small encoders have 32."""
+
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -156,19 +159,29 @@ class BertSelfAttention(nn.Module):
         sizes = parts.config.sizes
         names = dict.fromkeys(("query", "key", "value"), sizes.hidden_size)
         self.qkv = parts.linear(sizes.hidden_size, names)
+        self.head_size = sizes.hidden_size // sizes.num_heads
         self.attn = Attention(
             name,
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_heads,
-            head_size=sizes.hidden_size // sizes.num_heads,
-            scale=(sizes.hidden_size // sizes.num_heads) ** -0.5,
+            head_size=max(self.head_size, SMALLEST_HEAD),
+            scale=self.head_size**-0.5,
             rotary=None,
             causal=False,
         )
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.qkv(x).chunk(3, dim=-1)
-        return self.attn(positions, query, key, value)  # type: ignore[no-any-return]
+        query, key, value = map(self._padded, self.qkv(x).chunk(3, dim=-1))
+        attended = self.attn(positions, query, key, value)
+        heads = attended.unflatten(-1, (-1, self.attn.head_size))
+        return heads[..., : self.head_size].flatten(-2)  # type: ignore[no-any-return]
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Zeros behind every head that is too small for the kernels: they add nothing."""
+        more = self.attn.head_size - self.head_size
+        if not more:
+            return rows
+        return functional.pad(rows.unflatten(-1, (-1, self.head_size)), (0, more)).flatten(-2)
 
 
 class BertOutput(nn.Module):

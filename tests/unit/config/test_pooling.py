@@ -72,7 +72,12 @@ def test_what_pooling_asks_of_the_other_settings() -> None:
     encoder = settle("BertModel")
     assert not encoder.cache.enable_prefix_caching
     assert not encoder.scheduler.enable_chunked_prefill
-    assert encoder.scheduler.max_num_batched_tokens >= encoder.model.max_model_len == 512
+    budget = encoder.scheduler.max_num_batched_tokens
+    assert budget >= encoder.model.max_model_len == 512
+    # All prompts of a step, each with a block that is not full.
+    most = -(-budget // encoder.cache.block_size) + encoder.scheduler.max_num_seqs
+    assert encoder.cache.num_blocks == most + 1
+    assert encoder.cache.num_blocks < last.cache.num_blocks
     # RoBERTa's first positions are those up to its padding.
     assert settle("RobertaModel", config={"pad_token_id": 1}).model.max_model_len == 510
     with pytest.raises(ConfigError, match=r"max_model_len=511 is more than.*510"):
