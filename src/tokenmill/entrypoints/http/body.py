@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -25,7 +25,6 @@ from tokenmill.entrypoints.http.errors import (
 from tokenmill.entrypoints.http.state import state_of
 from tokenmill.entrypoints.http.unsupported import UNSUPPORTED, refuse_unsupported
 from tokenmill.errors import InvalidRequestError, shown
-from tokenmill.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +47,7 @@ _LARGE_BODY = 1 << 18
 _Fields = TypeVar("_Fields", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True, slots=True)
-class Body(Generic[_Fields]):
-    """A request's fields, and those that belong to features which may not exist yet."""
-
-    fields: _Fields
-    others: dict[str, Any]
-    """Values of the fields in `UNSUPPORTED` that were given."""
-
-
-async def read_request(request: Request, kind: type[_Fields]) -> Body[_Fields]:
+async def read_request(request: Request, kind: type[_Fields]) -> _Fields:
     """Read and decode a body.
 
     Raises `InvalidRequestError` that names the field, `BodyTooLargeError`, `SlowBodyError`,
@@ -69,19 +59,19 @@ async def read_request(request: Request, kind: type[_Fields]) -> Body[_Fields]:
     if len(raw) < _LARGE_BODY:
         return decode_body(raw, kind)
 
-    def decode() -> Body[_Fields]:
+    def decode() -> _Fields:
         with _collector_paused():
             return decode_body(raw, kind)
 
     return await state.in_text_thread(decode)
 
 
-def decode_body(raw: bytes, kind: type[_Fields]) -> Body[_Fields]:
+def decode_body(raw: bytes, kind: type[_Fields]) -> _Fields:
     """Decode JSON into `kind`; unknown fields are ignored and logged once for each name."""
     try:
         fields = msgspec.json.decode(raw, type=kind)
         names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        given = {name: _value(name, names[name]) for name in UNSUPPORTED.keys() & names.keys()}
+        given = {name: _value(names[name]) for name in UNSUPPORTED.keys() & names.keys()}
     except msgspec.ValidationError as error:
         _refuse_field(str(error))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -90,12 +80,12 @@ def decode_body(raw: bytes, kind: type[_Fields]) -> Body[_Fields]:
         _refuse_depth()
     _log_unknown(kind, names)
     refuse_unsupported(given)
-    return Body(fields, given)
+    return fields
 
 
-def _value(name: str, raw: msgspec.Raw) -> Any:
-    """A field's value, read only if somebody will look at it."""
-    if name not in SamplingParams.__struct_fields__ and len(memoryview(raw)) > _LONGEST_NEUTRAL:
+def _value(raw: msgspec.Raw) -> Any:
+    """A field's value, read only if it may be neutral."""
+    if len(memoryview(raw)) > _LONGEST_NEUTRAL:
         return msgspec.UNSET  # whatever it is, it is not neutral
     return msgspec.json.decode(raw)
 

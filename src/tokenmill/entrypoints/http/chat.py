@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from tokenmill.engine.prompts import TokensPrompt
 from tokenmill.entrypoints.http.beams import beam_search_params
-from tokenmill.entrypoints.http.body import Body, read_request
+from tokenmill.entrypoints.http.body import read_request
 from tokenmill.entrypoints.http.deltas import delta_of, message_of
 from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.generation import Generation
@@ -65,8 +65,8 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     state, record = state_of(request), record_of(request)
     state.check_open()
-    body = await read_request(request, ChatCompletionRequest)
-    job = ChatJob(state, record, body)
+    fields = await read_request(request, ChatCompletionRequest)
+    job = ChatJob(state, record, fields)
     record.stream = job.stream
     if job.stream:
         return EventStream(state, record, job.write_stream)
@@ -77,9 +77,8 @@ class ChatJob:
     """One request, checked; raises `InvalidRequestError` or `ModelNotFoundError` when made."""
 
     def __init__(
-        self, state: ServerState, record: RequestRecord, body: Body[ChatCompletionRequest]
+        self, state: ServerState, record: RequestRecord, fields: ChatCompletionRequest
     ) -> None:
-        fields = body.fields
         self._state, self._record, self._fields = state, record, fields
         self._model = state.model_name(fields.model)
         self._id = f"chatcmpl-{state.new_name()}"
@@ -89,7 +88,7 @@ class ChatJob:
         check_stream(fields)
         self.plan = AnswerPlan(state, fields)
         self._form = form_of(fields)
-        self._params = chat_params(state, body, self.plan.params(self._form))
+        self._params = chat_params(state, fields, self.plan.params(self._form))
         own_names = self._form.fields if self._form else {}
         self._names = {**_FIELDS, **own_names, **self.plan.names}
         self._beams = beam_search_params(fields, self._params)
@@ -278,13 +277,13 @@ class _Pieces:
 
 
 def chat_params(
-    state: ServerState, body: Body[ChatCompletionRequest], more: dict[str, Any] | None = None
+    state: ServerState, fields: ChatCompletionRequest, more: dict[str, Any] | None = None
 ) -> SamplingParams:
     """`more` are parameters that are no fields of the request.
 
     Raises `InvalidRequestError` that names the field.
     """
-    fields, defaults = body.fields, state.engine.default_params
+    defaults = state.engine.default_params
     more = dict(more or {})
     asked = fields.max_completion_tokens
     name = "max_tokens" if asked is None else "max_completion_tokens"
@@ -305,4 +304,4 @@ def chat_params(
     if fields.logprobs and (not fields.logprob_token_ids or fields.top_logprobs is not None):
         more["logprobs"] = fields.top_logprobs or 0
     with blamed_on_fields({"max_tokens": name, "logprobs": "top_logprobs"}):
-        return sampling_params(fields, body.others, defaults, state.args, **more)
+        return sampling_params(fields, defaults, state.args, **more)

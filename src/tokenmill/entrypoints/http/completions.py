@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from tokenmill.entrypoints.http.admission import Ticket
 from tokenmill.entrypoints.http.beams import beam_search_params
-from tokenmill.entrypoints.http.body import Body, read_request
+from tokenmill.entrypoints.http.body import read_request
 from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.generation import Generation
 from tokenmill.entrypoints.http.logprobs import (
@@ -61,8 +61,8 @@ async def create_completion(request: Request) -> Response:
     """Continue a prompt, or each of several."""
     state, record = state_of(request), record_of(request)
     state.check_open()
-    body = await read_request(request, CompletionRequest)
-    job = CompletionJob(state, record, body)
+    fields = await read_request(request, CompletionRequest)
+    job = CompletionJob(state, record, fields)
     record.stream = job.stream
     if job.stream:
         return EventStream(state, record, job.write_stream)
@@ -73,9 +73,8 @@ class CompletionJob:
     """One request, checked; raises `InvalidRequestError` or `ModelNotFoundError` when made."""
 
     def __init__(
-        self, state: ServerState, record: RequestRecord, body: Body[CompletionRequest]
+        self, state: ServerState, record: RequestRecord, fields: CompletionRequest
     ) -> None:
-        fields = body.fields
         self._state, self._record, self._fields = state, record, fields
         self._model = state.model_name(fields.model)
         self._id = f"cmpl-{state.new_name()}"
@@ -86,7 +85,7 @@ class CompletionJob:
         self.tells_ids = bool(fields.return_token_ids)
         self._form = form_of(fields)
         self._names = {**_FIELDS, **(self._form.fields if self._form else {})}
-        self._params = completion_params(state, body, self._form)
+        self._params = completion_params(state, fields, self._form)
         self._beams = beam_search_params(fields, self._params)
         self.n = self._params.n
         self._deadline = deadline_of(fields, state.args)
@@ -268,10 +267,9 @@ class _Pieces:
 
 
 def completion_params(
-    state: ServerState, body: Body[CompletionRequest], form: Form | None = None
+    state: ServerState, fields: CompletionRequest, form: Form | None = None
 ) -> SamplingParams:
     """Raises `InvalidRequestError` that names the field."""
-    fields = body.fields
     more: dict[str, Any] = {} if form is None else {"structured_outputs": form.params}
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise InvalidRequestError(
@@ -292,4 +290,4 @@ def completion_params(
         more["logprobs"] = fields.logprobs
         if fields.echo and fields.prompt_logprobs is None:
             more["prompt_logprobs"] = fields.logprobs
-    return sampling_params(fields, body.others, state.engine.default_params, state.args, **more)
+    return sampling_params(fields, state.engine.default_params, state.args, **more)

@@ -42,7 +42,7 @@ async def create_embedding(request: Request) -> Response:
     """The vector of a text, or of each of several."""
     state, record = state_of(request), record_of(request)
     state.check_open()
-    fields = (await read_request(request, EmbeddingRequest)).fields
+    fields = await read_request(request, EmbeddingRequest)
     job = VectorJob(state, record, fields, "embed", prefix="embd")
     job.require("embed", "/v1/embeddings")
     return JsonAnswer(state, record, job.embeddings)
@@ -55,7 +55,7 @@ async def create_pooling(request: Request) -> Response:
     """What the model makes of a text, or of each of its tokens."""
     state, record = state_of(request), record_of(request)
     state.check_open()
-    fields = (await read_request(request, PoolingBody)).fields
+    fields = await read_request(request, PoolingBody)
     task = None if fields.task is None else pooling_task("task", fields.task)
     job = VectorJob(state, record, fields, task, prefix="pool")
     return JsonAnswer(state, record, job.pooled)

@@ -27,7 +27,6 @@ from tokenmill.entrypoints.http.replies import (
     TokenizeReply,
 )
 from tokenmill.entrypoints.http.unsupported import UNSUPPORTED
-from tokenmill.sampling_params import SamplingParams
 
 _STRUCTS = [
     CompletionRequest,
@@ -109,8 +108,7 @@ def describe(app: FastAPI, *, with_keys: bool) -> dict[str, Any]:
 def _add_neutral_fields(schema: dict[str, Any]) -> None:
     """Fields that are known but not supported, with the values that are taken nevertheless."""
     for name, neutral in UNSUPPORTED.items():
-        if name not in SamplingParams.__struct_fields__:
-            schema["properties"][name] = {
-                "description": "Not supported; other values are refused.",
-                "enum": [None, *neutral],
-            }
+        schema["properties"][name] = {
+            "description": "Not supported; other values are refused.",
+            "enum": [None, *neutral],
+        }

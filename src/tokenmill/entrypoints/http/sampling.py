@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,7 +10,6 @@ from tokenmill.config.serve_args import ServeArgs
 from tokenmill.entrypoints.http.pooling_protocol import PoolingFields
 from tokenmill.entrypoints.http.protocol import SamplingFields
 from tokenmill.entrypoints.http.state import ServerState
-from tokenmill.entrypoints.http.unsupported import sampling_extras
 from tokenmill.errors import InvalidRequestError, shown
 from tokenmill.sampling_params import ALL_LOGPROBS, MAX_LOGIT_BIASES, SamplingParams
 
@@ -31,7 +29,6 @@ MAX_TIMEOUT = 1e9
 
 def sampling_params(
     fields: SamplingFields,
-    others: Mapping[str, Any],
     defaults: SamplingParams,
     args: ServeArgs,
     **more: Any,
@@ -49,7 +46,7 @@ def sampling_params(
         given["extra_args"] = fields.vllm_xargs
     if fields.use_beam_search:  # `n` is the width of the search; nothing is drawn
         defaults, given["temperature"] = SamplingParams(), 1.0
-    params = defaults.replace(**{**given, **sampling_extras(others), **more})
+    params = defaults.replace(**{**given, **more})
     if params.n > args.max_n:
         raise InvalidRequestError(
             f"n={params.n} must be at most {args.max_n} on this server (max_n).", parameter="n"

@@ -53,7 +53,7 @@ async def create_classification(request: Request) -> Response:
     """The class of a text, or of each of several."""
     state, record = state_of(request), record_of(request)
     state.check_open()
-    fields = (await read_request(request, ClassificationRequest)).fields
+    fields = await read_request(request, ClassificationRequest)
     job = ClassificationJob(state, record, fields)
     return JsonAnswer(state, record, job.reply)
 
@@ -66,7 +66,7 @@ async def create_score(request: Request) -> Response:
     """How well pairs of texts go together."""
     state, record = state_of(request), record_of(request)
     state.check_open()
-    fields = (await read_request(request, ScoreRequest)).fields
+    fields = await read_request(request, ScoreRequest)
     first, first_name = _given(fields, ("text_1", "queries", "data_1"))
     second, second_name = _given(fields, ("text_2", "documents", "data_2"))
     job = PairsJob(state, record, fields, "score", first, second, (first_name, second_name))
@@ -94,7 +94,7 @@ async def rerank(request: Request) -> Response:
     """Documents in the order in which they go with a query."""
     state, record = state_of(request), record_of(request)
     state.check_open()
-    fields = (await read_request(request, RerankRequest)).fields
+    fields = await read_request(request, RerankRequest)
     texts = [each.text if isinstance(each, Document) else each for each in fields.documents]
     names = ("query", "documents")
     job = PairsJob(state, record, fields, "rerank", [fields.query], texts, names)

@@ -25,7 +25,7 @@ router = APIRouter(default_response_class=Response)
 async def tokenize(request: Request) -> Response:
     """Ids of a prompt, or of a conversation as a chat would have them."""
     state = state_of(request)
-    fields = (await read_request(request, TokenizeRequest)).fields
+    fields = await read_request(request, TokenizeRequest)
     state.model_name(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequestError("give either prompt or messages.", parameter="prompt")
@@ -56,7 +56,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Text of ids."""
     state = state_of(request)
-    fields = (await read_request(request, DetokenizeRequest)).fields
+    fields = await read_request(request, DetokenizeRequest)
     state.model_name(fields.model)
     tokenizer, vocab_size = state.tokenizer, state.engine.config.model.vocab_size
 

@@ -1,7 +1,7 @@
 """Fields of OpenAI's and vLLM's protocols that would change an answer, but that nothing here acts
 on. Their neutral values are fine; another one is refused rather than ignored.
 
-A name leaves this table by becoming a field of `SamplingParams`: `sampling.py` then passes it on.
+A name leaves this table by becoming a field of a request in `protocol.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmill.errors import InvalidRequestError
-from tokenmill.sampling_params import SamplingParams
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -29,21 +28,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Name to the values, besides null, that ask for nothing."""
 
 
-def sampling_extras(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the fields above those that `SamplingParams` takes, for whoever builds them."""
-    return {
-        name: value
-        for name, value in given.items()
-        if value is not None and name in SamplingParams.__struct_fields__
-    }
-
-
 def refuse_unsupported(given: Mapping[str, Any]) -> None:
     """Raise `InvalidRequestError` for the first field that asks for what is not there."""
     for name, value in given.items():
-        if value is None or name in SamplingParams.__struct_fields__:
-            continue
-        if any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
+        if value is None or any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
             continue
         raise InvalidRequestError(
             f"{name} is not supported by this server; leave it out.", parameter=name
