@@ -26,7 +26,13 @@ fp16 to_scale(float value) {
 inline int round_within(float value, float least, float most) {
   value = value > least ? value : least;
   value = value < most ? value : most;
-  return static_cast<int>(float_bits(value + 12582912.0f)) - 0x4b400000;
+  return __builtin_bit_cast(int, value + 12582912.0f) - 0x4b400000;
+}
+
+// Whole numbers come to a group's bytes at the end: a compiler has to assume that writing bytes
+// changes any other values.
+inline void store_codes(const int* whole, int count, std::uint8_t* codes) {
+  for (int j = 0; j < count; ++j) codes[j] = static_cast<std::uint8_t>(whole[j]);
 }
 
 // Eight values at a time, so that the loops become vectors.
@@ -191,16 +197,18 @@ void join_halves(const std::int8_t* codes, const float (&steps)[2], ColumnGroup&
     return;
   }
   const int multiple = 127 / most[kept];
+  int rounded[kHalfGroup], exact[kHalfGroup];
   out.scale = to_scale(steps[kept] / static_cast<float>(multiple));
   const float scale = fp16_to_float(out.scale);
   const float ratio = scale == 0.0f ? 0.0f : steps[1 - kept] / scale;
   const std::int8_t* own = codes + kept * kHalfGroup;
   const std::int8_t* other = codes + (1 - kept) * kHalfGroup;
   for (int j = 0; j < kHalfGroup; ++j) {
-    out.codes[kept * kHalfGroup + j] = static_cast<std::uint8_t>(own[j] * multiple);
-    out.codes[(1 - kept) * kHalfGroup + j] = static_cast<std::uint8_t>(
-        round_within(static_cast<float>(other[j]) * ratio, -127.0f, 127.0f));
+    exact[j] = own[j] * multiple;
+    rounded[j] = round_within(static_cast<float>(other[j]) * ratio, -127.0f, 127.0f);
   }
+  store_codes(exact, kHalfGroup, out.codes + kept * kHalfGroup);
+  store_codes(rounded, kHalfGroup, out.codes + (1 - kept) * kHalfGroup);
 }
 
 void read_q6_k(const std::uint8_t* row, int group, ColumnGroup& out) {
@@ -245,10 +253,11 @@ void read_q2_k(const std::uint8_t* row, int group, ColumnGroup& out) {
   const std::uint8_t* bytes = block + 16 + half * kStep;
   const float d = read_float(block + 80), dmin = read_float(block + 82);
   float values[kStep];
-  for (int j = 0; j < kStep; ++j) {
-    const int scale = scales[j / kHalfGroup];
-    values[j] = d * static_cast<float>(scale & 15) * static_cast<float>(bytes[j] >> (2 * run) & 3) -
-                dmin * static_cast<float>(scale >> 4);
+  for (int part = 0; part < 2; ++part) {
+    const float step = d * static_cast<float>(scales[part] & 15);
+    const float offset = dmin * static_cast<float>(scales[part] >> 4);
+    for (int j = part * kHalfGroup; j < (part + 1) * kHalfGroup; ++j)
+      values[j] = step * static_cast<float>(bytes[j] >> (2 * run) & 3) - offset;
   }
   quantize_group_8bit(values, out);
 }
@@ -300,8 +309,9 @@ void quantize_group_8bit(const float* values, ColumnGroup& out) {
   out.minimum = 0;
   const float scale = fp16_to_float(out.scale);
   const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
-  for (int j = 0; j < kStep; ++j)
-    out.codes[j] = static_cast<std::uint8_t>(round_within(values[j] * inverse, -127.0f, 127.0f));
+  int codes[kStep];
+  for (int j = 0; j < kStep; ++j) codes[j] = round_within(values[j] * inverse, -127.0f, 127.0f);
+  store_codes(codes, kStep, out.codes);
 }
 
 void quantize_group_4bit(const float* values, ColumnGroup& out) {
@@ -315,13 +325,14 @@ void quantize_group_4bit(const float* values, ColumnGroup& out) {
     scale = fp16_to_float(out.scale);
     minimum = fp16_to_float(out.minimum);
     const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
+    int whole[kStep];
     float codes[kStep], products[kStep];
     for (int j = 0; j < kStep; ++j) {
-      const int code = round_within((values[j] - minimum) * inverse, 0.0f, 15.0f);
-      out.codes[j] = static_cast<std::uint8_t>(code);
-      codes[j] = static_cast<float>(code);
+      whole[j] = round_within((values[j] - minimum) * inverse, 0.0f, 15.0f);
+      codes[j] = static_cast<float>(whole[j]);
       products[j] = codes[j] * values[j];
     }
+    store_codes(whole, kStep, out.codes);
     if (fit == kFits) return;
     const float codes_sum = sum_of(codes, [](float code) { return code; });
     const float squares = sum_of(codes, [](float code) { return code * code; });

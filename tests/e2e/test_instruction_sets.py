@@ -19,7 +19,8 @@ from tokenmill import LLM, SamplingParams
 prompts = [[(i * 37 + 11 * j) % 390 + 3 for j in range(3 + 30 * i)] for i in range(4)]
 params = SamplingParams(temperature=0.8, seed=3, max_tokens=10, ignore_eos=True, logprobs=1)
 def run(batches, **settings):
-    with LLM(sys.argv[1], dtype=sys.argv[2], num_kv_blocks=64, max_num_seqs=8, **settings) as llm:
+    settings |= {"dtype": sys.argv[2], "quantization": sys.argv[3] or None}
+    with LLM(sys.argv[1], num_kv_blocks=64, max_num_seqs=8, **settings) as llm:
         kernels = llm.llm_engine.config.kernels
         outputs = [o.outputs[0] for batch in batches for o in llm.generate(batch, params)]
     return kernels, [(o.token_ids, [p[t].logprob for t, p in zip(o.token_ids, o.logprobs)])
@@ -37,9 +38,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_wide_llama(tmp_path_factory.mktemp("wide"))
 
 
-def run(model: Path, dtype: str, isa: str) -> subprocess.CompletedProcess[str]:
+def run(
+    model: Path, dtype: str, isa: str, quantization: str = ""
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model), dtype],
+        [sys.executable, "-c", SCRIPT, str(model), dtype, quantization],
         env={**os.environ, "TOKENMILL_ISA": isa},
         capture_output=True,
         text=True,
@@ -61,6 +64,13 @@ def test_each_level_is_exact_in_itself_or_refused(model: Path, isa: str) -> None
     found = json.loads(done.stdout)
     assert found["kernels"] == isa
     assert found["together"] == found["alone"] == found["chunked"]
+
+
+def test_four_bits_are_exact_on_each_level_that_has_kernels(model: Path) -> None:
+    for isa in levels_here()[1:]:
+        found = json.loads(run(model, "bfloat16", isa, "int4").stdout)
+        assert found["kernels"] == isa
+        assert found["together"] == found["alone"] == found["chunked"]
 
 
 def test_float32_runs_without_tiles_and_gives_the_tokens_of_the_reference(model: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from helpers.tiny import write_wide_llama
 from tokenmill import LLM, SamplingParams
@@ -98,6 +99,40 @@ def test_matrices_that_a_layer_joins_are_one_view_of_the_file(packed) -> None:
     assert span.weight.buffer.numel() == 2 * parts[0].data.numel()
     values = [dequantize(part, torch.float32) for part in parts]
     assert torch.equal(method.gather(torch.arange(2 * n)), torch.cat(values))
+
+
+def test_which_weights_are_packed(tmp_path) -> None:
+    """Vocabularies and routers in eight bits, tables of positions and odd rows not at all."""
+    shapes = {
+        "model.embed_tokens.weight": (40, 64),
+        "model.layers.0.mlp.gate.weight": (8, 64),
+        "model.layers.0.mlp.up_proj.weight": (96, 64),
+        "model.layers.0.mlp.up_proj.bias": (96,),
+        "model.layers.0.input_layernorm.weight": (64,),
+        "embeddings.position_embeddings.weight": (64, 64),
+        "odd.weight": (32, 33),
+    }
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "config.json").write_text("{}")
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    source = open_checkpoint(tmp_path / "in")
+    order = ["model.layers.0.mlp.up_proj.weight"]
+    pack_checkpoint(source, tmp_path / "out", "int4", source="in", order=order)
+    packed = open_checkpoint(tmp_path / "out")
+    assert packed.tensor_shapes == shapes
+    assert {name: f for name, f in packed.tensor_formats.items() if f != "BF16"} == {
+        "model.embed_tokens.weight": "packed Q8_0",
+        "model.layers.0.mlp.gate.weight": "packed Q8_0",
+        "model.layers.0.mlp.up_proj.weight": "packed Q4_1",
+    }
+    for name, values in tensors.items():
+        found = dequantize(packed.read(name), torch.float32)
+        error = (found - values.float()).norm() / values.float().norm()
+        assert (
+            float(error)
+            <= {"BF16": 0, "packed Q8_0": 0.01, "packed Q4_1": 0.1}[packed.tensor_formats[name]]
+        )
 
 
 def test_torch_reads_packed_tensors_to_the_bit(packed) -> None:

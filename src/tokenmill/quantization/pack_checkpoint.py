@@ -36,8 +36,10 @@ _PLAIN = ("F32", "F16", "BF16")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _TRANSPOSED = ("GPT2LMHeadModel",)
 """Architectures whose checkpoints keep matrices as [in_features, out_features]."""
-_EIGHT_BITS = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
+_EIGHT_BITS = ("embed_tokens.weight", "lm_head.weight", ".gate.weight", ".router.weight")
 """Ends of the names of matrices that take eight bits in any format: vocabularies, and routers."""
+_KEPT = ("norm", "embed", "wte", "wpe")
+"""Parts of the names of weights that are no matrices of layers, such as tables of positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,11 @@ def _places(checkpoint: Checkpoint, format_: Quantization, order: Iterable[str])
 
 
 def _block_type(name: str, shape: tuple[int, ...], format_: Quantization) -> QuantizedType | None:
-    is_matrix = len(shape) == 2 and name.endswith("weight") and "norm" not in name
-    if not is_matrix or shape[1] % GROUP_SIZE or not shape[0]:
+    if len(shape) != 2 or not name.endswith("weight") or shape[1] % GROUP_SIZE or not shape[0]:
         return None
-    return QUANTIZED_TYPES["int8" if name.endswith(_EIGHT_BITS) else format_]
+    if name.endswith(_EIGHT_BITS):
+        return QUANTIZED_TYPES["int8"]
+    return None if any(part in name for part in _KEPT) else QUANTIZED_TYPES[format_]
 
 
 def _write(
