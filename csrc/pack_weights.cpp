@@ -69,25 +69,33 @@ void pack_groups(const BlockFormat& format, int n, int k, const std::int64_t* ro
     const int num_columns = min_of(kPanel, n - panel * kPanel);
     if (num_columns < kPanel) std::memset(target, 0, num_groups * group_bytes);
     ColumnGroup group;
-    for (int column = 0; column < num_columns; ++column) {
-      const std::int64_t row = source_row(row_index, panel * kPanel + column);
-      for (int g = 0; g < num_groups; ++g) {
-        read(row, g, group);
+    // Group by group, so that what is written stays in the first-level cache until it is whole.
+    for (int g = 0; g < num_groups; ++g) {
+      for (int column = 0; column < num_columns; ++column) {
+        read(source_row(row_index, panel * kPanel + column), g, group);
         place_group(format, group, column, target + g * group_bytes);
       }
     }
   });
 }
 
-template <class T, class Position>
+// Run values along K are neighbours in a panel, too.
+template <int Run, class T, class Position>
 void pack_panels(const T* weight, std::int64_t stride, int n, int k, const std::int64_t* row_index,
                  std::int64_t panel_values, T* packed, Position position) {
   parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
     T* target = packed + panel * panel_values;
     std::memset(target, 0, sizeof(T) * panel_values);
-    for (int column = 0; column < min_of(kPanel, n - panel * kPanel); ++column) {
-      const T* row = weight + source_row(row_index, panel * kPanel + column) * stride;
-      for (int value = 0; value < k; ++value) target[position(column, value)] = row[value];
+    // Step by step, so that what is written stays in the first-level cache until it is whole.
+    for (int step = 0; step < k; step += kStep) {
+      for (int column = 0; column < min_of(kPanel, n - panel * kPanel); ++column) {
+        const T* row = weight + source_row(row_index, panel * kPanel + column) * stride;
+        const int end = min_of(step + kStep, k);
+        int value = step;
+        for (; value + Run <= end; value += Run)
+          std::memcpy(target + position(column, value), row + value, sizeof(T) * Run);
+        for (; value < end; ++value) target[position(column, value)] = row[value];
+      }
     }
   });
 }
@@ -108,13 +116,14 @@ std::size_t packed_blocks_bytes(int n, int k, BlockFormat format) {
 
 void pack_bf16(const bf16* weight, std::int64_t stride, int n, int k, const std::int64_t* row_index,
                bf16* packed) {
-  pack_panels(weight, stride, n, k, row_index, std::int64_t{round_up(k, kStep)} * kPanel, packed,
-              bf16_in_panel);
+  pack_panels<2>(weight, stride, n, k, row_index, std::int64_t{round_up(k, kStep)} * kPanel, packed,
+                 bf16_in_panel);
 }
 
 void pack_float32(const float* weight, std::int64_t stride, int n, int k,
                   const std::int64_t* row_index, float* packed) {
-  pack_panels(weight, stride, n, k, row_index, std::int64_t{k} * kPanel, packed, float32_in_panel);
+  pack_panels<1>(weight, stride, n, k, row_index, std::int64_t{k} * kPanel, packed,
+                 float32_in_panel);
 }
 
 void pack_blocks(BlockType type, const std::uint8_t* raw, int n, int k,
