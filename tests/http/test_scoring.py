@@ -17,7 +17,7 @@ DOCUMENTS = ["One two three", "The quick brown fox", "def add(a, b):", "eight ni
 def served(num_labels, **settings):
     architecture = "BertForSequenceClassification"
     model, path = encoder(architecture, vocab_size=400, num_labels=num_labels, **settings)
-    return model, LiveServer(PoolingEngine(with_tokenizer(path)), max_prompts=4)
+    return model, LiveServer(PoolingEngine(with_tokenizer(path)))
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +98,11 @@ def test_ranks_of_documents(cross_encoder, endpoint):
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
         ("/score", {"text_1": "a", "text_2": []}, "text_2"),
         ("/score", {"text_1": [], "text_2": "a"}, "text_1"),
-        ("/score", {"text_1": "a", "text_2": ["b"] * 5}, "text_2"),
+        ("/score", {"text_1": "a", "text_2": ["b"] * 2049}, "text_2"),
         ("/score", {"text_1": "", "text_2": ""}, "text_2"),
         ("/rerank", {"query": "a"}, "documents"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"] * 5}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0].text"),
         ("/rerank", {"query": "a", "documents": ["b " * 300]}, "documents"),

@@ -21,9 +21,10 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     own erf has other bits at the end of a tensor than in its middle.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    slabs = zip(x.reshape(-1).split(_SLAB_VALUES), out.view(-1).split(_SLAB_VALUES), strict=True)
-    for values, result in slabs:
-        result.copy_(_gelu(values.float()))
+    values, results = x.reshape(-1), out.view(-1)
+    for start in range(0, len(values), _SLAB_VALUES):
+        slab = slice(start, start + _SLAB_VALUES)
+        results[slab] = _gelu(values[slab].float())
     return out
 
 

@@ -173,7 +173,7 @@ class BertSelfAttention(nn.Module):
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         query, key, value = map(self._padded, self.qkv(x).chunk(3, dim=-1))
         attended = self.attn(positions, query, key, value)
-        heads = attended.unflatten(-1, (-1, self.attn.head_size))
+        heads = attended.reshape(len(attended), -1, self.attn.head_size)
         return heads[..., : self.head_size].flatten(-2)  # type: ignore[no-any-return]
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class BertSelfAttention(nn.Module):
         more = self.attn.head_size - self.head_size
         if not more:
             return rows
-        return functional.pad(rows.unflatten(-1, (-1, self.head_size)), (0, more)).flatten(-2)
+        return functional.pad(rows.reshape(len(rows), -1, self.head_size), (0, more)).flatten(-2)
 
 
 class BertOutput(nn.Module):

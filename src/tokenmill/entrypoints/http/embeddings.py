@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from tokenmill.entrypoints.http.body import read_request
 from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.openapi import json_body, pooling_replies
-from tokenmill.entrypoints.http.pooling_job import PoolingJob, usage_of
+from tokenmill.entrypoints.http.pooling_job import MAX_INPUTS, PoolingJob, usage_of
 from tokenmill.entrypoints.http.pooling_protocol import (
     ENCODING_FORMATS,
     Embedding,
@@ -74,7 +74,7 @@ class VectorJob(PoolingJob):
         prefix: str,
     ) -> None:
         super().__init__(state, record, fields, prefix)
-        encoding = fields.encoding_format or "float"
+        encoding = "float" if fields.encoding_format is None else fields.encoding_format
         if encoding not in ENCODING_FORMATS:
             raise InvalidRequestError(
                 f"encoding_format={shown(encoding)} is not one of: {', '.join(ENCODING_FORMATS)}."
@@ -83,7 +83,7 @@ class VectorJob(PoolingJob):
             )
         self._as_base64 = encoding == "base64"
         self._params = self.params(task=task, dimensions=fields.dimensions)
-        self._prompts = given_prompts(fields.input, "input", state.args.max_prompts)
+        self._prompts = given_prompts(fields.input, "input", MAX_INPUTS)
 
     async def embeddings(self) -> bytes:
         """The answer of /v1/embeddings as JSON."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +21,22 @@ from tokenmill.outputs import RequestOutput
 from tokenmill.pooling_params import PoolingParams
 from tokenmill.sampling_params import SamplingParams
 
+MAX_INPUTS = 2048
+"""Most inputs of one request, as at OpenAI."""
+MIN_SECONDS = 0.001
+"""What is left of a deadline that has passed: the engine then ends the request and says why."""
+
 
 @dataclass(slots=True)
 class PooledGeneration(Generation):
-    """Prompts that run together, and end with a result in place of tokens."""
+    """Prompts that end with a result in place of tokens.
+
+    So many at once are in the engine as it can run; the others wait here, in nobody's queue.
+    """
 
     pooling: PoolingParams = field(default_factory=PoolingParams)
+    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    started: float = field(default_factory=time.monotonic)
 
     async def results(self) -> list[RequestOutput]:
         """As `outputs`, and counted."""
@@ -34,16 +45,30 @@ class PooledGeneration(Generation):
             self.state.metrics.pooled(progress)
         return outputs
 
-    def _items(self, prompt: Prompt, *, stream: bool) -> AsyncIterator[RequestOutput]:
-        return self.state.engine.generate(
-            prompt,
-            self.pooling,
-            request_id=self.state.new_name(),
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            deadline=self.deadline,
-            stream=False,
-        )
+    async def _items(self, prompt: Prompt, *, stream: bool) -> AsyncIterator[RequestOutput]:
+        async with self.slots:
+            items = self.state.engine.generate(
+                prompt,
+                self.pooling,
+                request_id=self.state.new_name(),
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                deadline=self._time_left(),
+                stream=False,
+            )
+            try:
+                async for output in items:
+                    yield output
+            finally:
+                closing = getattr(items, "aclose", None)
+                if closing is not None:
+                    await closing()
+
+    def _time_left(self) -> float | None:
+        """The deadline is the whole request's."""
+        if self.deadline is None:
+            return None
+        return max(self.deadline - (time.monotonic() - self.started), MIN_SECONDS)
 
 
 class PoolingJob:
@@ -90,7 +115,8 @@ class PoolingJob:
 
         Raises what `Generation.outputs` raises.
         """
-        ticket = self._state.admission.enter(len(prompts), parameter)
+        num_running = min(len(prompts), self._state.engine.config.scheduler.max_num_seqs)
+        ticket = self._state.admission.enter(num_running, parameter)
         try:
             return await PooledGeneration(
                 self._state,
@@ -101,6 +127,7 @@ class PoolingJob:
                 cache_salt=self._salt,
                 deadline=self._deadline,
                 pooling=params,
+                slots=asyncio.Semaphore(num_running),
             ).results()
         finally:
             ticket.release()

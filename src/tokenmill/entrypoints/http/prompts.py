@@ -24,13 +24,15 @@ def completion_prompts(fields: CompletionRequest, max_prompts: int) -> list[str 
 
     Raises `InvalidRequestError` for an empty list, too many, or a mixture that has no meaning.
     """
-    return given_prompts(fields.prompt, "prompt", max_prompts)
+    return given_prompts(fields.prompt, "prompt", max_prompts, " (max_prompts)")
 
 
 def given_prompts(
-    given: str | list[int | str | list[int]], name: str, max_prompts: int
+    given: str | list[int | str | list[int]], name: str, max_prompts: int, setting: str = ""
 ) -> list[str | list[int]]:
-    """The prompts in the field `name`. Raises as `completion_prompts` does."""
+    """The prompts in the field `name`. Raises as `completion_prompts` does; `setting` says what the
+    limit follows from.
+    """
     if isinstance(given, str):
         return [given]
     if not given:
@@ -41,18 +43,20 @@ def given_prompts(
             raise _mixture(name)
         return [ids]
     if len(given) > max_prompts:
-        raise too_many_prompts(name, len(given), max_prompts)
+        raise too_many_prompts(name, len(given), max_prompts, setting)
     prompts = [each for each in given if not isinstance(each, int)]
     if len(prompts) < len(given):
         raise _mixture(name)
     return prompts
 
 
-def too_many_prompts(name: str, count: int, max_prompts: int) -> InvalidRequestError:
+def too_many_prompts(
+    name: str, count: int, max_prompts: int, setting: str = ""
+) -> InvalidRequestError:
     """What a client is told that sends more than `max_prompts` at a time."""
     return InvalidRequestError(
-        f"{name} holds {count} prompts, but a request may bring {max_prompts} (max_prompts); send"
-        f" fewer at a time.",
+        f"{name} holds {count} prompts, but a request may bring {max_prompts}{setting}; send fewer"
+        f" at a time.",
         parameter=name,
     )
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from tokenmill.entrypoints.http.body import read_request
 from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.openapi import json_body, pooling_replies
-from tokenmill.entrypoints.http.pooling_job import PoolingJob, usage_of
+from tokenmill.entrypoints.http.pooling_job import MAX_INPUTS, PoolingJob, usage_of
 from tokenmill.entrypoints.http.pooling_protocol import (
     Classification,
     ClassificationReply,
@@ -129,7 +129,7 @@ class ClassificationJob(PoolingJob):
     ) -> None:
         super().__init__(state, record, fields, "classify")
         self.require("classify", "/classify")
-        self._prompts = given_prompts(fields.input, "input", state.args.max_prompts)
+        self._prompts = given_prompts(fields.input, "input", MAX_INPUTS)
 
     async def reply(self) -> bytes:
         """The answer as JSON."""
@@ -177,8 +177,8 @@ class PairsJob(PoolingJob):
             raise InvalidRequestError(
                 f"{names[1]} is empty; give at least one.", parameter=names[1]
             )
-        if len(second) > state.args.max_prompts:
-            raise too_many_prompts(names[1], len(second), state.args.max_prompts)
+        if len(second) > MAX_INPUTS:
+            raise too_many_prompts(names[1], len(second), MAX_INPUTS)
         self._first, self._second, self._names = first, second, names
         self._pairs = list(zip(paired(first, second, names), second, strict=True))
         self._together = scores_pairs(self.pooling, what)
