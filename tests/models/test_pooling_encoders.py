@@ -63,6 +63,8 @@ def test_the_same_bits_alone_and_in_a_batch(pooling: str, dtype: str) -> None:
         outputs = llm.embed(PROMPTS, use_tqdm=False)
         assert [output.outputs.embedding for output in outputs] == alone
         assert not any(output.num_cached_tokens for output in outputs)
+    with open_pooling(path, num_threads=1, **settings) as llm:
+        assert vectors(llm) == alone
     with open_pooling(path, max_num_batched_tokens=151, num_kv_blocks=6, **settings) as llm:
         assert vectors(llm) == alone  # a prompt is never cut, however small a step is
 
