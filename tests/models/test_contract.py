@@ -4,75 +4,26 @@ same bits however a request is run.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import logging
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
-from helpers.families import COMMON, FAMILIES, Family
-from helpers.gpu_engine import generate, gpu_engine
+from helpers.families import FAMILIES, Family
+from helpers.family_models import prompt, reference_logits, saved
 from helpers.models import PagedRun, model_config
 from tokenmill import LLM, SamplingParams
 from tokenmill.attention.cpu import CpuBackend
 from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.errors import ConfigError
 from tokenmill.kernels import native
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.loader import load_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
-"""Integers of a hash wrap; numpy, which Triton's interpreter computes with, warns of that."""
-
-VOCAB_SIZE = COMMON["vocab_size"]
 MAX_TOKENS = 12
-
-
-@functools.cache
-def saved(name: str) -> Path:
-    """The directory of a family's model, written by transformers."""
-    path = Path(tempfile.mkdtemp(prefix="tokenmill-family-"))
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    reference(name).save_pretrained(path)
-    return path
-
-
-@functools.cache
-def reference(name: str) -> Any:
-    """transformers' model with random weights everywhere, biases and norms included."""
-    (family,) = (each for each in FAMILIES if each.name == name)
-    config = getattr(transformers, family.config_class)(
-        **family.settings(), attn_implementation="eager"
-    )
-    torch.manual_seed(3)
-    model = getattr(transformers, family.architecture)(config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or parameter_name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
-                buffer.add_(torch.randn_like(buffer) * 0.1)
-    return model
-
-
-@torch.inference_mode()
-def reference_logits(name: str, ids: list[int]) -> torch.Tensor:
-    """float32 [len(ids), vocab_size]"""
-    found: torch.Tensor = reference(name)(torch.tensor([ids])).logits[0]
-    return found
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
 SHARED = prompt(64, 1)
@@ -175,6 +126,19 @@ def test_the_same_bits_however_requests_are_run(family: Family, dtype: str) -> N
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
 
 
+@pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"quantization": "int4"}], ids=str)
+@over_families
+def test_other_types_have_the_same_bits_in_pieces(family: Family, settings: dict[str, Any]) -> None:
+    if "quantization" in settings and not native.is_available():
+        return  # refused by the settings
+    settings = {"dtype": "bfloat16"} | settings
+    with engine(family, **settings) as llm:
+        together = run(llm)
+    assert all(len(token_ids) == MAX_TOKENS for token_ids, _ in together)
+    with engine(family, max_num_batched_tokens=7, max_num_seqs=5, **settings) as llm:
+        assert run(llm) == together
+
+
 @over_families
 def test_which_steps_are_recorded(family: Family, caplog: pytest.LogCaptureFixture) -> None:
     if not native.is_available():
@@ -205,19 +169,3 @@ def test_dummy_weights(family: Family, tmp_path: Path) -> None:
             use_tqdm=False,
         )
     assert len(output.outputs[0].token_ids) == 4
-
-
-@over_families
-def test_on_the_parts_of_a_gpu(family: Family) -> None:
-    """The tokens of the CPU, or a message that says what is missing."""
-    settings = {"dtype": "float32", "num_kv_blocks": 16, "max_model_len": 40}
-    ids = prompt(9, 7)
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    if not family.runs_on_gpu:
-        with pytest.raises(ConfigError, match=r"no kernel for a GPU.*device='cpu'"):
-            gpu_engine(saved(family.name), **settings)
-        return
-    (output,) = generate(gpu_engine(saved(family.name), **settings), [ids], [params])
-    found = output.outputs[0].token_ids
-    logits = reference_logits(family.name, [*ids, *found[:-1]])
-    assert found == logits[len(ids) - 1 :].argmax(-1).tolist()
