@@ -118,6 +118,8 @@ def test_the_same_bits_however_requests_are_run(pooling: str, dtype: str) -> Non
         assert (sum(output.num_cached_tokens for output in outputs) > 0) == (pooling == "last")
     with open_pooling(path, max_num_batched_tokens=7, max_num_seqs=5, **settings) as llm:
         assert vectors(llm) == alone  # in pieces
+    with open_pooling(path, check_graphs=True, **settings) as llm:
+        assert vectors(llm) == alone  # recorded, and compared with the direct pass
     with open_pooling(path, attention_backend="reference", **settings) as llm:
         np.testing.assert_allclose(vectors(llm), alone, atol=1e-5 if dtype == "float32" else 0.05)
 

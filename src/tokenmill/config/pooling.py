@@ -7,6 +7,7 @@ convert    auto, none, embed or classify: what a model is made into
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import PoolingConfig
 from tokenmill.config.parameters import ModelParameters, one_of
 from tokenmill.errors import ConfigError, did_you_mean, shown
+
+logger = logging.getLogger(__name__)
 
 RUNNERS = ("auto", "generate", "pooling")
 CONVERTS = ("auto", "none", "embed", "classify")
@@ -223,4 +226,6 @@ def _settings(
         raise ConfigError(
             f"max_model_len={args.max_model_len} is more than the model's positions, {longest}."
         )
+    chosen = [f"{k}={v}" for k, v in changes.items() if v != getattr(args, k)]
+    logger.info("settings of a model that pools (%s): %s", pooling.pooling_type, ", ".join(chosen))
     return dataclasses.replace(args, **changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,11 @@ def test_which_models_pool(architecture: str, args: dict[str, Any], pools_by: st
     assert (pooling and pooling.pooling_type) == pools_by
 
 
-def test_what_pooling_asks_of_the_other_settings() -> None:
+def test_what_pooling_asks_of_the_other_settings(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="tokenmill"):
+        settle("BertModel")
+    assert "enable_chunked_prefill=False" in caplog.text
+    assert "device=cpu" in caplog.text
     last = settle("LlamaModel", async_scheduling=True)
     assert last.cache.enable_prefix_caching
     assert last.scheduler.enable_chunked_prefill
