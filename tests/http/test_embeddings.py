@@ -5,6 +5,7 @@ embedding model, and what each kind of model refuses.
 from __future__ import annotations
 
 import base64
+import time
 
 import numpy as np
 import openai
@@ -265,3 +266,30 @@ def test_served_from_its_own_process(server):
         assert client.post("/classify", {"input": "a"}).error["param"] == "model"
         assert client.complete().status == 400
         assert client.get("/health").status == 200
+        check_that_leaving_ends_the_work(client)
+
+
+def check_that_leaving_ends_the_work(client):
+    """A client that goes away with most of its inputs undone."""
+    many = [[3 + (number * 7 + i * 11) % 390 for i in range(400)] for number in range(2048)]
+    connection = client.open("/v1/embeddings", {"input": many})
+    until(lambda: client.get("/load").json["server_load"] == 1)
+    connection.close()
+    until(lambda: client.get("/load").json["server_load"] == 0)
+    until(lambda: metric(client, "vllm:num_requests_waiting{") == 0)
+    assert metric(client, "vllm:request_success_total", 'finished_reason="abort"') > 0
+    assert client.post("/v1/embeddings", {"input": "a"}).status == 200
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.02)
+
+
+def metric(client, start, part=""):
+    lines = client.get("/metrics").body.decode().splitlines()
+    chosen = [line for line in lines if line.startswith(start) and part in line]
+    assert chosen, start
+    return sum(float(line.rpartition(" ")[2]) for line in chosen)
