@@ -257,7 +257,6 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
 def test_what_would_change_an_answer_and_is_not_supported_is_named(server, fields, parameter):

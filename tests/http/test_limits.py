@@ -249,8 +249,13 @@ def test_b095_a_template_gets_no_more_than_it_can_look_at(name):
         assert reply.error["param"] == name
         assert "100000" in reply.error["message"]
         given["messages"] = [message] * 5
-        if name != "messages":
-            given[name] = many["messages"][:1] if name != "chat_template_kwargs" else {"a": [1]}
+        few = {
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "documents": [{"a": {"b": [1]}}],
+            "chat_template_kwargs": {"a": [1]},
+        }
+        if name in few:
+            given[name] = few[name]
         assert server.post("/v1/chat/completions", given).status == 200
 
 

@@ -16,8 +16,9 @@ from tokenmill.config.machine import read_machine
 from tokenmill.config.resolve import resolve
 from tokenmill.contracts.kv_cache import KVCacheKind
 from tokenmill.layers.attention import Attention
-from tokenmill.worker.bind import bind_attention, kv_cache_config
+from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.build import build_worker
+from tokenmill.worker.kv_groups import kv_cache_config
 
 
 class Layers:
@@ -74,9 +75,25 @@ def test_layers_that_keep_the_same_form_one_group():
     assert cache.bytes_per_block == cache.block_size * 3 * 2 * 2 * 8 * 4
 
 
-def test_windowed_layers_share_blocks_but_not_metadata():
+def test_windowed_layers_have_groups_of_their_own_in_the_same_memory():
     config = tiny_config()
-    model = Layers(attention("a"), attention("b", sliding_window=4), attention("c"))
+    layers = [attention("a"), attention("b", sliding_window=4), attention("c")]
+    model = Layers(*layers)
+    cache = kv_cache_config(config, model)
+    assert [group.layer_names for group in cache.groups] == [("a",), ("c",), ("b",)]
+    assert [group.spec.kind for group in cache.groups] == [
+        *(KVCacheKind.FULL, KVCacheKind.FULL, KVCacheKind.SLIDING_WINDOW)
+    ]
+    assert cache.num_blocks == 3 * config.cache.num_blocks
+    groups = bind_attention(config, model, cache)
+    assert [group.kv_group for group in groups] == [0, 1, 2]
+    assert len({layer._kv_cache.data_ptr() for layer in layers}) == 1
+
+
+def test_a_window_as_long_as_the_context_keeps_everything_but_has_metadata_of_its_own():
+    config = tiny_config()
+    window = config.scheduler.max_model_len
+    model = Layers(attention("a"), attention("b", sliding_window=window), attention("c"))
     cache = kv_cache_config(config, model)
     assert [group.layer_names for group in cache.groups] == [("a", "b", "c")]
     assert cache.groups[0].spec.kind is KVCacheKind.FULL
