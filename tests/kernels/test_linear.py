@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenmill.kernels.activation import silu_and_mul
+from tokenmill.kernels.activation import gated_activation
 from tokenmill.kernels.linear import linear, linear_float32
 from tokenmill.kernels.norm import rms_norm
 from tokenmill.kernels.rotary import apply_rotary
@@ -74,7 +74,7 @@ def test_row_kernels_do_not_depend_on_the_batch(num_threads):
     angles = random(num_rows, 25, seed=2)
     kernels = [
         lambda rows: rms_norm(x[rows], weight, 1e-5),
-        lambda rows: silu_and_mul(x[rows]),
+        lambda rows: gated_activation(x[rows], "silu"),
         lambda rows: apply_rotary(
             x[rows].view(-1, 2, width), angles[rows].cos(), angles[rows].sin()
         ),
@@ -96,7 +96,7 @@ def test_row_kernels_equal_their_definitions():
     norm = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), norm, atol=1e-5, rtol=1e-5)
     gated = torch.nn.functional.silu(wide[:, :32]) * wide[:, 32:]
-    torch.testing.assert_close(silu_and_mul(x).double(), gated, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gated_activation(x, "silu").double(), gated, atol=1e-5, rtol=1e-5)
     angles = random(9, 5, seed=2).double()
     pairs = torch.complex(wide[:, :5], wide[:, 5:10]) * torch.polar(torch.ones_like(angles), angles)
     rotated = apply_rotary(x[:, None, :], angles.cos().float(), angles.sin().float())[:, 0].double()

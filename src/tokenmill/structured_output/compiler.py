@@ -142,15 +142,16 @@ class GrammarCompiler:
                 if known is not None:
                     self._grammars.move_to_end(key)
                     return known
+            grammar = None
             try:
                 grammar = backend.compile(params)
             finally:
-                with self._lock:
+                with self._lock:  # at once: whoever comes now must find the grammar, or none
                     self._compiling.pop(key, None)
-            with self._lock:
-                self._grammars[key] = grammar
-                if len(self._grammars) > _MAX_GRAMMARS:
-                    self._grammars.popitem(last=False)
+                    if grammar is not None:
+                        self._grammars[key] = grammar
+                    if len(self._grammars) > _MAX_GRAMMARS:
+                        self._grammars.popitem(last=False)
         return grammar
 
     def give_up_if_overdue(self, job: Job[T]) -> None:
