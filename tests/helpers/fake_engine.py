@@ -106,6 +106,7 @@ class FakeEngine:
         self.calls = []
         self.running = set()
         self.num_aborted = 0
+        self.num_output_tokens = 0
         self.num_resets = 0
         self.shut_down = False
         self._died = []
@@ -166,6 +167,7 @@ class FakeEngine:
             await asyncio.sleep(script.first_step_seconds if first else script.step_seconds)
             first = False
             step = EngineCoreOutputs([sequence.step(source) for sequence in running])
+            self.num_output_tokens += sum(len(each.new_token_ids) for each in step.outputs)
             outputs, stopped = self._output.process_outputs(step)
             for output in outputs:
                 yield output
@@ -193,6 +195,7 @@ class FakeEngine:
             num_blocks=256,
             num_used_blocks=len(self.running),
             num_unfinished=len(self.running),
+            num_output_tokens=self.num_output_tokens,
             prefix_cache_queries=100,
             prefix_cache_hits=25,
             num_preemptions=3,

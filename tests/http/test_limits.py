@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -55,6 +56,7 @@ def test_headers():
         reply = server.get("/health", **{"x-long": "x" * 3_000})
         assert reply.status == 431
         assert reply.error["code"] == "headers_too_large"
+        assert re.fullmatch("[0-9a-f]{32}", reply.headers["x-request-id"])
         # Many short ones, and one that never ends.
         many = {f"x-{i}": "x" * 50 for i in range(60)}
         assert server.get("/health", **many).status == 431
@@ -190,6 +192,15 @@ def test_places_are_given_back_however_a_request_ends():
             assert server.state.admission.num_sequences == 0
         server.chat(chat_template_kwargs={"messages": 1})
         assert server.state.admission.num_sequences == 0
+
+
+@pytest.mark.parametrize("item", [b"1", b'"a"', b"{}", b"[[]]"])
+def test_b095_millions_of_values_are_refused_before_they_are_read(item):
+    body = b'{"prompt": [' + b",".join([item] * 3_000_000) + b"]}"
+    with LiveServer() as server:
+        reply = server.post("/v1/completions", body)
+    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+    assert "2097152" in reply.error["message"]
 
 
 def test_b095_megabytes_do_not_stop_the_others():

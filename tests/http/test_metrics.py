@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,18 @@ def test_b124_names():
     with LiveServer() as server:
         found = set(families(server))
     assert {name for name in found if not name.startswith("process_")} == NAMES
+
+
+def test_tokens_count_when_they_are_made_whether_or_not_they_are_streamed():
+    slow = FakeEngine(lambda prompt, params: Script([5] * 60, step_seconds=0.05))
+    with LiveServer(slow) as server:
+        asked = threading.Thread(target=lambda: server.complete(max_tokens=60))
+        asked.start()
+        counts = set()
+        while asked.is_alive():
+            counts.add(value(families(server), "vllm:generation_tokens_total"))
+            time.sleep(0.05)
+        assert len(counts) > 5
 
 
 def test_b124_numbers_after_many_requests_add_up():

@@ -41,6 +41,9 @@ _HALF_CHARACTER = (
 )
 _LONGEST_NEUTRAL = 1_024
 """Bytes that the neutral value of an unsupported field may have, blanks included."""
+_MOST_VALUES = 1 << 21
+"""Values that a body may hold, more than any batch of prompts as ids: a reader that builds millions
+of them stops every other thread for as long."""
 _LARGE_BODY = 1 << 18
 """Bytes from which on decoding is noticed by the other requests, and gets a thread."""
 
@@ -58,12 +61,23 @@ async def read_request(request: Request, kind: type[_Fields]) -> _Fields:
     raw = await _read(request, state.args.max_body_bytes, state.args.body_timeout)
     if len(raw) < _LARGE_BODY:
         return decode_body(raw, kind)
+    _check_values(raw)
 
     def decode() -> _Fields:
         with _collector_paused():
             return decode_body(raw, kind)
 
     return await state.in_text_thread(decode)
+
+
+def _check_values(raw: bytes) -> None:
+    """Refuse a body with too many values; commas within texts count as well, which is cheap and
+    harmless, since no model takes texts with so many.
+    """
+    if raw.count(b",") >= _MOST_VALUES:
+        raise BodyTooLargeError(
+            f"the body has more than {_MOST_VALUES} values or commas; send less at a time."
+        )
 
 
 def decode_body(raw: bytes, kind: type[_Fields]) -> _Fields:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+import uuid
 from typing import Any
 
 import msgspec
@@ -98,7 +99,8 @@ class BoundedConnection(HttpToolsProtocol):
         body = msgspec.json.encode({"error": kind})
         head = (
             f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"content-length: {len(body)}\r\nx-request-id: {uuid.uuid4().hex}\r\n"
+            f"connection: close\r\n\r\n"
         )
         self.transport.write(head.encode("ascii") + body)
         self.transport.close()

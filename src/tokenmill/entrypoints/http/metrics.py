@@ -78,7 +78,6 @@ class ServerMetrics:
         )
         self._computed_tokens = by_source.labels(*self._labels, "local_compute")
         self._cached_tokens = by_source.labels(*self._labels, "local_cache_hit")
-        self._output_tokens = self._counter("generation_tokens", "Generated tokens.")
         self._first = self._histogram("time_to_first_token_seconds", _SECONDS)
         self._gaps = self._histogram("inter_token_latency_seconds", _TOKEN_SECONDS)
         self._per_token = self._histogram("request_time_per_output_token_seconds", _TOKEN_SECONDS)
@@ -126,7 +125,6 @@ class ServerMetrics:
         if num_new == 0:
             return
         self.num_output_tokens += num_new
-        self._output_tokens.inc(num_new)
         last, previous = progress.last_token_time, progress.previous_token_time
         if previous is None:
             self._note_prompt(progress)
@@ -237,6 +235,7 @@ class _SchedulerCollector(Collector):
             "prefix_cache_hits": (stats.prefix_cache_hits, "Of these, tokens found."),
             "gpu_prefix_cache_queries": (stats.prefix_cache_queries, "Older name."),
             "gpu_prefix_cache_hits": (stats.prefix_cache_hits, "Older name."),
+            "generation_tokens": (stats.num_output_tokens, "Generated tokens."),
             "num_preemptions": (stats.num_preemptions, "Times that a sequence lost its blocks."),
             "corrupted_requests": (stats.num_errors, "Sequences that failed in the engine."),
         }
