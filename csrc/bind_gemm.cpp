@@ -34,13 +34,13 @@ using Bias = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu
 template <class T>
 bool is_float32(const T& tensor) { return tensor.dtype() == nb::dtype<float>(); }
 
-SourceRows::Type source_type(const ReadTensor& tensor) {
-  if (is_bf16(tensor)) return SourceRows::Type::bf16;
-  if (is_float32(tensor)) return SourceRows::Type::float32;
+SourceType source_type(const ReadTensor& tensor) {
+  if (is_bf16(tensor)) return SourceType::bf16;
+  if (is_float32(tensor)) return SourceType::float32;
   const nb::dlpack::dtype type = tensor.dtype();
   check(type.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float) && type.bits == 16,
         "weight", "bfloat16, float16 or float32");
-  return SourceRows::Type::fp16;
+  return SourceType::fp16;
 }
 
 int dimension(std::int64_t value, const char* name) {

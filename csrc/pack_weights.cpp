@@ -1,6 +1,8 @@
 #include "pack_weights.h"
 
 #include "block_formats.h"
+#include "isa.h"
+#include "pack_steps.h"
 #include "pool.h"
 
 namespace tokenmill {
@@ -58,46 +60,59 @@ int code_of(const BlockFormat& format, const std::uint8_t* group, int column, in
   return format.codes == Codes::linear ? code - format.zero : code_table(format.codes)[code];
 }
 
-// Panels of groups; read(row, group, out) gives them column by column.
+// One panel of groups; read(row, group, out) gives them column by column.
 template <class Read>
-void pack_groups(const BlockFormat& format, int n, int k, const std::int64_t* row_index,
+void pack_groups(const BlockFormat& format, int panel, int n, int k, const std::int64_t* row_index,
                  std::uint8_t* packed, const Read& read) {
   const std::size_t group_bytes = format.group_bytes();
   const int num_groups = k / kStep;
-  parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
-    std::uint8_t* target = packed + panel * num_groups * group_bytes;
-    const int num_columns = min_of(kPanel, n - panel * kPanel);
-    if (num_columns < kPanel) std::memset(target, 0, num_groups * group_bytes);
-    ColumnGroup group;
-    // Group by group, so that what is written stays in the first-level cache until it is whole.
-    for (int g = 0; g < num_groups; ++g) {
-      for (int column = 0; column < num_columns; ++column) {
-        read(source_row(row_index, panel * kPanel + column), g, group);
-        place_group(format, group, column, target + g * group_bytes);
-      }
+  std::uint8_t* target = packed + panel * num_groups * group_bytes;
+  const int num_columns = min_of(kPanel, n - panel * kPanel);
+  if (num_columns < kPanel) std::memset(target, 0, num_groups * group_bytes);
+  ColumnGroup group;
+  // Group by group, so that what is written stays in the first-level cache until it is whole.
+  for (int g = 0; g < num_groups; ++g) {
+    for (int column = 0; column < num_columns; ++column) {
+      read(source_row(row_index, panel * kPanel + column), g, group);
+      place_group(format, group, column, target + g * group_bytes);
     }
-  });
+  }
 }
 
-// Run values along K are neighbours in a panel, too.
+// The rows of a weight that a whole panel is made of.
+struct PanelRows {
+  const char* rows[kPanel];
+
+  PanelRows(const void* weight, std::int64_t row_bytes, int panel, const std::int64_t* row_index) {
+    for (int column = 0; column < kPanel; ++column)
+      rows[column] = static_cast<const char*>(weight) +
+                     source_row(row_index, panel * kPanel + column) * row_bytes;
+  }
+
+  // Where the values of a step begin.
+  void at(std::int64_t byte, const void** begins) const {
+    for (int column = 0; column < kPanel; ++column) begins[column] = rows[column] + byte;
+  }
+};
+
+// One panel; Run values along K are neighbours in it, too.
 template <int Run, class T, class Position>
-void pack_panels(const T* weight, std::int64_t stride, int n, int k, const std::int64_t* row_index,
-                 std::int64_t panel_values, T* packed, Position position) {
-  parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
-    T* target = packed + panel * panel_values;
-    std::memset(target, 0, sizeof(T) * panel_values);
-    // Step by step, so that what is written stays in the first-level cache until it is whole.
-    for (int step = 0; step < k; step += kStep) {
-      for (int column = 0; column < min_of(kPanel, n - panel * kPanel); ++column) {
-        const T* row = weight + source_row(row_index, panel * kPanel + column) * stride;
-        const int end = min_of(step + kStep, k);
-        int value = step;
-        for (; value + Run <= end; value += Run)
-          std::memcpy(target + position(column, value), row + value, sizeof(T) * Run);
-        for (; value < end; ++value) target[position(column, value)] = row[value];
-      }
+void pack_panel(const T* weight, std::int64_t stride, int panel, int n, int k,
+                const std::int64_t* row_index, std::int64_t panel_values, T* packed,
+                Position position) {
+  T* target = packed + panel * panel_values;
+  std::memset(target, 0, sizeof(T) * panel_values);
+  // Step by step, so that what is written stays in the first-level cache until it is whole.
+  for (int step = 0; step < k; step += kStep) {
+    for (int column = 0; column < min_of(kPanel, n - panel * kPanel); ++column) {
+      const T* row = weight + source_row(row_index, panel * kPanel + column) * stride;
+      const int end = min_of(step + kStep, k);
+      int value = step;
+      for (; value + Run <= end; value += Run)
+        std::memcpy(target + position(column, value), row + value, sizeof(T) * Run);
+      for (; value < end; ++value) target[position(column, value)] = row[value];
     }
-  });
+  }
 }
 
 }  // namespace
@@ -116,14 +131,28 @@ std::size_t packed_blocks_bytes(int n, int k, BlockFormat format) {
 
 void pack_bf16(const bf16* weight, std::int64_t stride, int n, int k, const std::int64_t* row_index,
                bf16* packed) {
-  pack_panels<2>(weight, stride, n, k, row_index, std::int64_t{round_up(k, kStep)} * kPanel, packed,
-                 bf16_in_panel);
+  const PlaceBf16Step place = at_level(place_bf16_step_avx2, place_bf16_step_avx512);
+  const std::int64_t panel_values = std::int64_t{round_up(k, kStep)} * kPanel;
+  parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
+    if (n - panel * kPanel < kPanel || k % kStep != 0) {
+      pack_panel<2>(weight, stride, panel, n, k, row_index, panel_values, packed, bf16_in_panel);
+      return;
+    }
+    const PanelRows rows(weight, sizeof(bf16) * stride, panel, row_index);
+    const void* begins[kPanel];
+    for (int step = 0; step < k; step += kStep) {
+      rows.at(sizeof(bf16) * step, begins);
+      place(begins, packed + panel * panel_values + step * kPanel);
+    }
+  });
 }
 
 void pack_float32(const float* weight, std::int64_t stride, int n, int k,
                   const std::int64_t* row_index, float* packed) {
-  pack_panels<1>(weight, stride, n, k, row_index, std::int64_t{k} * kPanel, packed,
-                 float32_in_panel);
+  parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
+    pack_panel<1>(weight, stride, panel, n, k, row_index, std::int64_t{k} * kPanel, packed,
+                  float32_in_panel);
+  });
 }
 
 void pack_blocks(BlockType type, const std::uint8_t* raw, int n, int k,
@@ -131,22 +160,24 @@ void pack_blocks(BlockType type, const std::uint8_t* raw, int n, int k,
   const BlockSize size = block_size(type);
   const GroupReader read = group_reader(type);
   const std::int64_t row_bytes = std::int64_t{k / size.values} * size.bytes;
-  pack_groups(block_format(type), n, k, row_index, packed,
-              [=](std::int64_t row, int g, ColumnGroup& out) {
-                read(raw + row * row_bytes, g, out);
-              });
+  parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
+    pack_groups(block_format(type), panel, n, k, row_index, packed,
+                [=](std::int64_t row, int g, ColumnGroup& out) {
+                  read(raw + row * row_bytes, g, out);
+                });
+  });
 }
 
 void SourceRows::read(std::int64_t row, int begin, float* values) const {
   const std::int64_t at = row * stride + begin;
   switch (type) {
-    case Type::bf16:
+    case SourceType::bf16:
       for (int i = 0; i < kStep; ++i) values[i] = bf16_to_float(static_cast<const bf16*>(data)[at + i]);
       break;
-    case Type::fp16:
+    case SourceType::fp16:
       for (int i = 0; i < kStep; ++i) values[i] = fp16_to_float(static_cast<const fp16*>(data)[at + i]);
       break;
-    case Type::float32:
+    case SourceType::float32:
       std::memcpy(values, static_cast<const float*>(data) + at, sizeof(float) * kStep);
       break;
   }
@@ -154,13 +185,30 @@ void SourceRows::read(std::int64_t row, int begin, float* values) const {
 
 void pack_quantized(const SourceRows& weight, int n, int k, const std::int64_t* row_index,
                     BlockType type, std::uint8_t* packed) {
-  const auto quantize = type == BlockType::q4_1 ? quantize_group_4bit : quantize_group_8bit;
-  pack_groups(block_format(type), n, k, row_index, packed,
-              [&](std::int64_t row, int g, ColumnGroup& out) {
-                float values[kStep];
-                weight.read(row, g * kStep, values);
-                quantize(values, out);
-              });
+  const QuantizeStep quantize_step = at_level(quantize_step_avx2, quantize_step_avx512);
+  const auto quantize_group = type == BlockType::q4_1 ? quantize_group_4bit : quantize_group_8bit;
+  const BlockFormat format = block_format(type);
+  const std::size_t group_bytes = format.group_bytes();
+  const std::int64_t value_bytes = weight.type == SourceType::float32 ? 4 : 2;
+  const int num_groups = k / kStep;
+  parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
+    if (n - panel * kPanel < kPanel) {
+      pack_groups(format, panel, n, k, row_index, packed,
+                  [&](std::int64_t row, int g, ColumnGroup& out) {
+                    float values[kStep];
+                    weight.read(row, g * kStep, values);
+                    quantize_group(values, out);
+                  });
+      return;
+    }
+    const PanelRows rows(weight.data, value_bytes * weight.stride, panel, row_index);
+    const void* begins[kPanel];
+    for (int g = 0; g < num_groups; ++g) {
+      rows.at(value_bytes * g * kStep, begins);
+      quantize_step(weight.type, begins, type,
+                    packed + (std::size_t(panel) * num_groups + g) * group_bytes);
+    }
+  });
 }
 
 void unpack_bf16_rows(const Bf16Weights& weights, const std::int64_t* ids, int num_ids,

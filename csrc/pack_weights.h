@@ -6,6 +6,7 @@
 
 #include "common.h"
 #include "gemm_kernels.h"
+#include "pack_steps.h"
 
 namespace tokenmill {
 
@@ -31,10 +32,9 @@ void pack_blocks(BlockType type, const std::uint8_t* raw, int n, int k,
 
 // Rows of plain values, `stride` values apart.
 struct SourceRows {
-  enum class Type { bf16, fp16, float32 };
   const void* data;
   std::int64_t stride;
-  Type type;
+  SourceType type;
 
   // 32 values of a row, from value `begin` on.
   void read(std::int64_t row, int begin, float* values) const;

@@ -95,6 +95,40 @@ def test_four_bits_lose_less_than_their_range_rounded() -> None:
     assert torch.equal(gemm.PackedBlocks.quantize("Q4_1", flat).unpack_rows(torch.arange(3)), flat)
 
 
+def _unusual(n: int, k: int) -> torch.Tensor:
+    """Random values among which are those that a rule must be exact about."""
+    weight = random_float32(n, k) * 10.0 ** torch.randint(-6, 5, (n, k), generator=generator(1))
+    unusual = torch.tensor([0.0, -0.0, torch.nan, -torch.nan, torch.inf, -torch.inf, 3e38, 1e-41])
+    places = torch.randint(0, n * k, (200,), generator=generator(2))
+    weight.view(-1)[places] = unusual[torch.arange(200) % len(unusual)]
+    weight[:, 32:64] = 0.0
+    weight[:, 64:96] = -1.5
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("block_type", ["Q8_0", "Q4_1"])
+def test_whole_panels_are_quantised_as_single_rows_are(block_type, dtype) -> None:
+    """32 rows at once are the vector code, fewer the plain one."""
+    weight = _unusual(64, 256).to(dtype)
+    whole = gemm.PackedBlocks.quantize(block_type, weight)
+    every = torch.arange(32)
+    for start in range(0, 64, 16):
+        part = gemm.PackedBlocks.quantize(block_type, weight[start : start + 16])
+        expected = part.unpack_rows(every[:16])
+        found = whole.unpack_rows(every[:16] + start)
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("k", [32, 96, 2048])
+def test_whole_panels_of_bfloat16_hold_every_bit(k) -> None:
+    weight = torch.randint(-(1 << 15), 1 << 15, (70, k), generator=generator(3)).to(torch.int16)
+    order = torch.randperm(70, generator=generator(4))
+    packed = gemm.PackedBf16.pack(weight.view(torch.bfloat16), order)
+    found = packed.unpack_rows(torch.arange(70)).view(torch.int32) >> 16
+    assert torch.equal(found.to(torch.int16), weight[order])
+
+
 @pytest.mark.parametrize("block_type", gemm.BLOCK_TYPES)
 def test_the_ledger_counts_what_packing_takes(block_type) -> None:
     n, k = 64, 512
