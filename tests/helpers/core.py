@@ -64,6 +64,7 @@ def create_scheduler(
     enable_chunked_prefill: bool = True,
     policy: str = "fcfs",
     max_steps_in_flight: int = 1,
+    attention_cost: float = 0.0,
     num_blocks: int = 1000,
     block_size: int = BLOCK_SIZE,
     num_groups: int = 1,
@@ -80,6 +81,7 @@ def create_scheduler(
         enable_chunked_prefill=enable_chunked_prefill,
         policy=policy,
         max_steps_in_flight=max_steps_in_flight,
+        attention_cost=attention_cost,
     )
     return Scheduler(
         config,

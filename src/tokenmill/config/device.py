@@ -29,11 +29,18 @@ class DeviceDefaults:
     block_size: int
     async_scheduling: bool
     exact: bool
+    attention_slowness: float
+    """How much longer an operation of attention takes than one of a product, roughly; 0 where a
+    step stays short however long the past is."""
 
 
 DEFAULTS = {
-    "cpu": DeviceDefaults(128, 2_048, 0.5, 32, async_scheduling=False, exact=True),
-    "cuda": DeviceDefaults(256, 8_192, 0.9, 64, async_scheduling=True, exact=True),
+    "cpu": DeviceDefaults(
+        128, 2_048, 0.5, 32, async_scheduling=False, exact=True, attention_slowness=1.5
+    ),
+    "cuda": DeviceDefaults(
+        256, 8_192, 0.9, 64, async_scheduling=True, exact=True, attention_slowness=0.0
+    ),
 }
 
 

@@ -89,6 +89,9 @@ class SchedulerConfig:
     """`fcfs` or `priority`."""
     max_steps_in_flight: int
     """1: a step is planned when the one before has settled; 2: one step ahead."""
+    attention_cost: float = 0.0
+    """What a key costs that a token sees in one layer, in parts of the token's products; 0 cuts no
+    chunk for its past."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def resolve(
     return EngineConfig(
         model=_model(args, path, hf_config, parameters, dtype, max_model_len, pooling),
         cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching, kv_dtype),
-        scheduler=_scheduler(args, step.max_num_seqs, budget, max_model_len, defaults),
+        scheduler=_scheduler(args, step, max_model_len, defaults, weights, parameters),
         device=device,
         exact=choose_exact(args, device),
         quantization=quantization,
@@ -293,8 +293,7 @@ def _token_budget(
                 f" {args.max_num_seqs}, or lower max_num_seqs to {budget}."
             )
     else:
-        per_token = 2 * max(weights.num_values - parameters.vocab_size * parameters.hidden_size, 1)
-        fitting = int(STEP_SECONDS * flops / per_token) // 32 * 32
+        fitting = int(STEP_SECONDS * flops / _ops_per_token(weights, parameters)) // 32 * 32
         budget = max(
             min(fitting, defaults.max_num_batched_tokens), MIN_BUDGET, args.max_num_seqs or 0
         )
@@ -310,6 +309,11 @@ def _token_budget(
             )
         budget = max(budget, length)
     return budget
+
+
+def _ops_per_token(weights: Weights, parameters: ModelParameters) -> int:
+    """Of the products in all layers."""
+    return 2 * max(weights.num_values - parameters.vocab_size * parameters.hidden_size, 1)
 
 
 def _max_num_seqs(
@@ -337,10 +341,11 @@ def _device(args: EngineArgs, machine: Machine, choices: _Choices) -> str:
 
 def _scheduler(
     args: EngineArgs,
-    max_num_seqs: int,
-    budget: int,
+    step: StepShape,
     max_model_len: int,
     defaults: DeviceDefaults,
+    weights: Weights,
+    parameters: ModelParameters,
 ) -> SchedulerConfig:
     ahead = args.async_scheduling
     if ahead is None:
@@ -356,12 +361,19 @@ def _scheduler(
             f"long_prefill_token_threshold={threshold} must lie between 0 (off) and"
             f" max_model_len, {max_model_len}."
         )
+    attention_cost = 0.0
+    if args.enable_chunked_prefill:
+        ops_per_key = 4 * parameters.num_heads * parameters.head_size
+        attention_cost = (
+            defaults.attention_slowness * ops_per_key / _ops_per_token(weights, parameters)
+        )
     return SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
+        max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=step.max_num_batched_tokens,
         max_model_len=max_model_len,
         long_prefill_token_threshold=threshold,
         enable_chunked_prefill=args.enable_chunked_prefill,
         policy=args.scheduling_policy,
         max_steps_in_flight=2 if ahead else 1,
+        attention_cost=attention_cost,
     )

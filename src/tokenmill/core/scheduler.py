@@ -26,6 +26,7 @@ from tokenmill.contracts.request import (
 from tokenmill.contracts.result import ModelRunnerOutput
 from tokenmill.contracts.seams import GrammarManager, NoGrammars
 from tokenmill.core.admission import OutputSettled, ReadinessRule, acceptance_rules
+from tokenmill.core.chunks import ChunkSizes
 from tokenmill.core.deadlines import Deadlines
 from tokenmill.core.grammar import GrammarReady, cut_drafts, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
@@ -81,6 +82,7 @@ class Scheduler:
         self._num_speculative_tokens = num_speculative_tokens
         self._clock = clock
         self._max_chunk = max_chunk(config)
+        self._chunks = ChunkSizes(config, kv_cache_config.groups)
         # The last token of a sequence needs no slot: it is never computed.
         self._max_total_tokens = min(config.max_model_len, self.kv.num_usable_tokens + 1)
 
@@ -177,7 +179,8 @@ class Scheduler:
         """
         now = self._clock()
         self._abort_overdue(now)
-        step = Step(SchedulerOutput(self._next_step_id), self.config.max_num_batched_tokens)
+        plan, budget = SchedulerOutput(self._next_step_id), self.config.max_num_batched_tokens
+        step = Step(plan, budget, self._chunks)
         self._schedule_running(step)
         if not step.num_preempted:
             self._schedule_waiting(step, now)
@@ -192,20 +195,21 @@ class Scheduler:
                 break
             if not request.is_running:  # preempted for one before it
                 continue
-            num_new_tokens = self._num_new_tokens(request, step.token_budget)
+            num_new_tokens = self._num_new_tokens(request, step)
             if not num_new_tokens:
                 continue
             if not self._take_slots(request, num_new_tokens, step):
                 break
             step.add(request, num_new_tokens)
 
-    def _num_new_tokens(self, request: Request, token_budget: int) -> int:
+    def _num_new_tokens(self, request: Request, step: Step) -> int:
         """Tokens of a running request to compute in this step; 0 is to leave it out."""
         if self._num_speculative_tokens and request.num_output_placeholders:
             return 0  # its drafts come with the sample in flight
         if request.holds_for_forced and request.num_output_placeholders:
             return 0  # tokens that need no step each are appended once it has settled
-        return min(request.num_pending_tokens, self._max_chunk, token_budget)
+        wanted = min(request.num_pending_tokens, self._max_chunk)
+        return step.fitting(request.num_computed_tokens, wanted)
 
     def _take_slots(self, request: Request, num_new_tokens: int, step: Step) -> bool:
         """Get slots, preempting others if need be; False if the request itself had to give way."""
@@ -247,11 +251,10 @@ class Scheduler:
         """
         start_grammar(request, self._grammars)
         computed = self.kv.get_computed_blocks(request)
-        num_new_tokens = min(request.num_tokens - computed.num_tokens, self._max_chunk)
-        if num_new_tokens > step.token_budget:
-            if not self.config.enable_chunked_prefill:
-                return False
-            num_new_tokens = step.token_budget
+        wanted = min(request.num_tokens - computed.num_tokens, self._max_chunk)
+        num_new_tokens = step.fitting(computed.num_tokens, wanted)
+        if num_new_tokens < wanted and not self.config.enable_chunked_prefill:
+            return False
         new_block_ids = self.kv.allocate_slots(
             request,
             num_new_tokens,

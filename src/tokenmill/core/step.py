@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tokenmill.contracts.plan import BlockIds, NewRequestData, SchedulerOutput
+from tokenmill.core.chunks import ChunkSizes
 from tokenmill.core.request import Request
 
 
@@ -15,8 +16,18 @@ class Step:
     plan: SchedulerOutput
     token_budget: int
     """Tokens that may still be scheduled."""
+    chunks: ChunkSizes
     requests: list[Request] = field(default_factory=list)
     num_preempted: int = 0
+
+    def fitting(self, num_computed_tokens: int, wanted: int) -> int:
+        """How many of the `wanted` next tokens of a request the step still takes."""
+        most = min(wanted, self.token_budget)
+        if self.chunks.never_cut(most):
+            return most
+        counts = zip(self.requests, self.plan.num_scheduled_tokens, strict=True)
+        work = sum(self.chunks.work(each.num_computed_tokens, count) for each, count in counts)
+        return self.chunks.fitting(num_computed_tokens, most, self.chunks.budget - work)
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Schedule the request's next tokens; its drafts are the last of them."""

@@ -248,6 +248,15 @@ def test_faster_kernels_get_a_larger_budget() -> None:
     assert budgets[0] > budgets[2]
 
 
+def test_a_key_costs_its_part_of_a_tokens_products() -> None:
+    config = resolved(config=CONFIG | {"num_attention_heads": 4, "head_dim": 32})
+    doubled = resolved(config=CONFIG | {"num_attention_heads": 8, "head_dim": 32})
+    assert config.scheduler.attention_cost > 0
+    assert doubled.scheduler.attention_cost == 2 * config.scheduler.attention_cost
+    assert resolved(enable_chunked_prefill=False).scheduler.attention_cost == 0
+    assert resolved(on=gpu_machine()).scheduler.attention_cost == 0
+
+
 def test_without_chunking_a_step_holds_the_longest_prompt() -> None:
     config = resolved(enable_chunked_prefill=False)
     assert config.scheduler.max_num_batched_tokens >= 2048

@@ -81,7 +81,8 @@ def test_b077_undoing_restores_lists_and_budget():
     settle(scheduler, scheduler.schedule())
     a, b, c = scheduler.running.values()
     b.draft_token_ids = [5, 6]
-    step, expected = Step(SchedulerOutput(1), 10), Step(SchedulerOutput(1), 10)
+    chunks = scheduler._chunks
+    step, expected = (Step(SchedulerOutput(1), 10, chunks) for _ in range(2))
     for request, count in ((a, 1), (b, 3), (c, 1)):
         step.add(request, count)
         step.add_block_ids(request, ([7],))
