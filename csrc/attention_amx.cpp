@@ -5,6 +5,7 @@
 //   columns pass through tiles 6 and 7
 //
 // int8 codes become bf16, which is exact; scales come later.
+#include "attention_latents.h"
 #include "attention_rows.h"
 #include "gemm_tiles.h"
 
@@ -98,12 +99,13 @@ class TileWorker {
  public:
   explicit TileWorker(const AttentionCall& call)
       : call_(call), shape_(call.shape), size_(call.shape.cache.head_size),
-        factor_(exponent_factor(call.shape)) {
-    const std::size_t state = partial_floats(size_) * sizeof(float);
+        value_size_(call.shape.cache.value_size()), factor_(exponent_factor(call.shape)) {
+    const std::size_t state = partial_floats(value_size_) * sizeof(float);
     const std::size_t scores = std::size_t{kRowBlock} * kScoreStride * sizeof(float);
     const std::size_t queries = std::size_t(kRowBlock) * size_ * sizeof(bf16);
     const std::size_t unit = std::size_t(kUnit) * size_ * sizeof(bf16);
-    const std::size_t unpacked = Format == KvFormat::int8 ? 2 * kUnits * unit : 0;
+    const bool has_unpacked = Format == KvFormat::int8 || !shape_.cache.stores_values();
+    const std::size_t unpacked = has_unpacked ? 2 * kUnits * unit : 0;
     auto* memory = static_cast<std::uint8_t*>(
         thread_scratch(1, 2 * state + scores + queries + unit + unpacked));
     auto take = [&memory](std::size_t size) {
@@ -132,7 +134,7 @@ class TileWorker {
     RowCursor row(shape_, request, block);
     for (int r = 0; r < num_rows_; ++r, row.advance()) {
       seen_[r] = visible_keys(shape_, request.query_len, request.seq_len, row.query());
-      const std::int64_t at = row.offset(call_.queries.stride);
+      const std::int64_t at = row.offset(call_.queries.stride, size_);
       for (int d = 0; d < size_; d += 16)
         store_values(queries_ + std::int64_t{r} * size_, true, d, 0xffff,
                      load_values(call_.queries.data, call_.queries.is_bf16, at + d, 0xffff));
@@ -147,7 +149,7 @@ class TileWorker {
     for (int r = 0; r < num_rows_; ++r)
       softmax(scores_ + r * kScoreStride, columns, seen_[r].begin - units.first_key,
               seen_[r].end - units.first_key, result.m[r], result.l[r]);
-    weigh(columns, ahead + units.count, result.o);
+    weigh(columns, shape_.cache.stores_values() ? ahead + units.count : nullptr, result.o);
   }
 
  private:
@@ -173,8 +175,12 @@ class TileWorker {
       }
     }
     for (int u = 0; u < units.count; ++u) {
-      columns.values[u] = unpack<kUnit>(units.values(u), ahead[units.count + u].data,
-                                        (kUnits + u) * kUnit, columns.value_scales[u]);
+      if (shape_.cache.stores_values()) {
+        columns.values[u] = unpack<kUnit>(units.values(u), ahead[units.count + u].data,
+                                          (kUnits + u) * kUnit, columns.value_scales[u]);
+      } else {
+        columns.values[u] = from_keys(columns, u);
+      }
       const int position = units.first_key + u * kUnit;
       if (position + kUnit > seq_len_)
         columns.values[u] = written_values(columns.values[u], seq_len_ - position);
@@ -205,10 +211,27 @@ class TileWorker {
     }
   }
 
+  // A unit of values that are parts of keys, which are unpacked already.
+  const bf16* from_keys(Columns& columns, int u) {
+    bf16* space = unpacked_ + std::int64_t{kUnits + u} * kUnit * size_;
+    auto* keys = reinterpret_cast<const std::uint8_t*>(columns.keys[2 * u]);
+    auto* next = reinterpret_cast<const std::uint8_t*>(columns.keys[2 * u + 1]);
+    keys_to_values(KvFormat::bf16, keys, next - keys, shape_.cache.value_offset, value_size_,
+                   reinterpret_cast<std::uint8_t*>(space));
+    if constexpr (Format == KvFormat::int8) {
+      float* scales = scales_ + u * kUnit;
+      for (int half = 0; half < 2; ++half)
+        std::memcpy(scales + half * kKeyGroup, columns.key_scales[2 * u + half],
+                    kKeyGroup * sizeof(float));
+      columns.value_scales[u] = scales;
+    }
+    return space;
+  }
+
   // A copy of a unit of V in which tokens from `count` on are zeros: recycled memory may hold
   // anything there, and 0 times NaN is NaN.
   const bf16* written_values(const bf16* unit, int count) {
-    for (int i = 0; i < size_ * kUnit; i += 32) {
+    for (int i = 0; i < value_size_ * kUnit; i += 32) {
       const int left = count - i / 32 % (kUnit / 2) * 2;
       const __mmask32 mask = left >= 2 ? 0xffffffffu : left <= 0 ? 0 : 0x55555555u;
       _mm512_storeu_si512(tail_ + i, _mm512_maskz_loadu_epi16(mask, unit + i));
@@ -250,20 +273,21 @@ class TileWorker {
     }
   }
 
-  // out = p . values.
+  // out = p . values. `ahead` may be null.
   void weigh(const Columns& columns, const AheadUnit* ahead, float* out) {
     const auto* p = reinterpret_cast<const bf16*>(scores_);
-    const int num_tiles = size_ / kTileColumns;
+    const int num_tiles = value_size_ / kTileColumns;
     constexpr std::int64_t kStride = kScoreStride * sizeof(float) / sizeof(bf16);
     int tile = 0;
     const auto at = [&](int unit, int column) {
       const int begin = (tile + column) * kTileValues;
-      return ColumnTile{columns.values[unit] + begin, ahead_bytes(ahead[unit], begin)};
+      return ColumnTile{columns.values[unit] + begin,
+                        ahead == nullptr ? nullptr : ahead_bytes(ahead[unit], begin)};
     };
     const auto some = [&](auto row_tiles, auto count) {
       constexpr int kRows = decltype(row_tiles)::value, kCount = decltype(count)::value;
       multiply<kRows, kCount>(p, kStride, kStep, columns.num_units, at,
-                              out + tile * kTileColumns, size_);
+                              out + tile * kTileColumns, value_size_);
       tile += kCount;
     };
     if (num_rows_ > kTileRows) {
@@ -355,7 +379,7 @@ class TileWorker {
 
   const AttentionCall& call_;
   const AttentionShape& shape_;
-  const int size_;
+  const int size_, value_size_;
   const float factor_;
   int num_rows_ = 0, seq_len_ = 0;
   RowState state_, next_;
@@ -364,6 +388,7 @@ class TileWorker {
   bf16* queries_;
   bf16* tail_;
   bf16* unpacked_;
+  alignas(64) float scales_[kPartition];  // int8: of values that are parts of keys
 };
 
 }  // namespace

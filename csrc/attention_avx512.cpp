@@ -1,4 +1,5 @@
 // Attention with AVX-512.
+#include "attention_latents.h"
 #include "attention_rows.h"
 #include "attention_vectors.h"
 
@@ -27,15 +28,20 @@ class VectorWorker {
 
   explicit VectorWorker(const AttentionCall& call)
       : call_(call), shape_(call.shape), size_(call.shape.cache.head_size),
-        factor_(exponent_factor(call.shape)), products_(size_) {
-    const std::size_t state = partial_floats(size_) * sizeof(float);
+        value_size_(call.shape.cache.value_size()), factor_(exponent_factor(call.shape)),
+        codes_(size_ > 512 ? 16383.0f : kCodes), products_(size_, value_size_) {
+    const std::size_t state = partial_floats(value_size_) * sizeof(float);
     const std::size_t scores = std::size_t{kRowBlock} * kScoreStride * sizeof(float);
     const std::size_t queries = std::size_t(kRowBlock) * size_ * sizeof(Value);
-    auto* memory = static_cast<std::uint8_t*>(thread_scratch(1, 2 * state + scores + queries));
+    const bool has_slice = !shape_.cache.stores_values();
+    const std::size_t slice = has_slice ? sizeof(Value) * kPartition * kSlice : 0;
+    auto* memory =
+        static_cast<std::uint8_t*>(thread_scratch(1, 2 * state + scores + queries + slice));
     state_ = RowState::at(reinterpret_cast<float*>(memory));
     next_ = RowState::at(reinterpret_cast<float*>(memory + state));
     scores_ = reinterpret_cast<float*>(memory + 2 * state);
     queries_ = reinterpret_cast<Value*>(memory + 2 * state + scores);
+    slice_ = memory + 2 * state + scores + queries;
   }
 
   void run(const TaskQueue& queue, float* partials) {
@@ -49,7 +55,7 @@ class VectorWorker {
     RowCursor row(shape_, request, block);
     for (int r = 0; r < num_rows_; ++r, row.advance()) {
       seen_[r] = visible_keys(shape_, request.query_len, request.seq_len, row.query());
-      const std::int64_t at = row.offset(call_.queries.stride);
+      const std::int64_t at = row.offset(call_.queries.stride, size_);
       Value* query = queries_ + std::int64_t{r} * size_;
       if constexpr (Format == KvFormat::int8) {
         query_scales_[r] = load_codes(at, query);
@@ -63,18 +69,50 @@ class VectorWorker {
   void attend(const Units& units, const AheadUnit* ahead, const RowState& result) {
     if constexpr (Format == KvFormat::int8)  // needed first
       for (int u = 0; u < units.count; ++u)
-        for (int half = 0; half < 2; ++half)
-          fetch(units.values(u) + kUnit * size_ + half * kCacheLine);
+        for (int half = 0; half < 2; ++half) fetch(value_scales(units, u, half));
     const WordRows queries{reinterpret_cast<const std::int32_t*>(queries_),
                            size_ * std::int64_t{sizeof(Value)} / 4, num_rows_};
     products_.scores(queries, query_scales_, units, ahead, scores_, kScoreStride);
     for (int r = 0; r < num_rows_; ++r) result.m[r] = largest(r, units);
     for (int r = 0; r < num_rows_; ++r) result.l[r] = softmax(r, units, result.m[r]);
     const WordRows weights{reinterpret_cast<const std::int32_t*>(scores_), kScoreStride, num_rows_};
-    products_.weighted(weights, weight_scales_, units, ahead + units.count, result.o);
+    if (shape_.cache.stores_values()) {
+      products_.weighted(weights, weight_scales_, units, ahead + units.count, result.o);
+    } else {
+      weigh_keys(weights, units, result.o);
+    }
   }
 
  private:
+  static constexpr int kSlice = 64;  // values that are in the order of V at the same time
+
+  // As `weighted`, with values that are parts of keys.
+  void weigh_keys(const WordRows& weights, const Units& units, float* out) {
+    const CacheLayout& cache = shape_.cache;
+    const std::int64_t group_bytes = kKeyGroup * cache.token_bytes();
+    for (int begin = 0; begin < value_size_; begin += kSlice) {
+      const int count = min_of(kSlice, value_size_ - begin);
+      Units slice = units;
+      slice.to_values = 0;
+      AheadUnit none[kUnits];
+      for (int u = 0; u < units.count; ++u) {
+        std::uint8_t* unit = slice_ + std::int64_t{u} * kUnit * kSlice * cache.value_bytes();
+        keys_to_values(Format, units.keys[u], group_bytes, cache.value_offset + begin, count, unit);
+        slice.keys[u] = unit;
+        none[u] = {unit, true, false};
+      }
+      VectorProducts<Words>(count, value_size_)
+          .weighted(weights, weight_scales_, slice, none, out + begin);
+    }
+  }
+
+  // int8: the scales of the values of 16 tokens, half of a unit.
+  const std::uint8_t* value_scales(const Units& units, int unit, int half) const {
+    if (shape_.cache.stores_values())
+      return units.values(unit) + kUnit * size_ + half * kCacheLine;
+    return units.keys[unit] + half * kKeyGroup * shape_.cache.token_bytes() + kKeyGroup * size_;
+  }
+
   // Rounded to bf16, except for float32 caches.
   __m512 load_query(std::int64_t at) const {
     const __m512 q = load_values(call_.queries.data, call_.queries.is_bf16, at, 0xffff);
@@ -87,10 +125,10 @@ class VectorWorker {
     for (int d = 0; d < size_; d += 16)
       bits = _mm512_max_epu32(bits, _mm512_castps_si512(_mm512_abs_ps(load_query(at + d))));
     const float amax = float_from_bits(_mm512_reduce_max_epu32(bits));
-    const __m512 inverse = _mm512_set1_ps(amax < kTiny ? 0.0f : kCodes / amax);
+    const __m512 inverse = _mm512_set1_ps(amax < kTiny ? 0.0f : codes_ / amax);
     for (int d = 0; d < size_; d += 16)
       store_codes(codes + d, _mm512_mul_ps(load_query(at + d), inverse));
-    return amax < kTiny ? 0.0f : amax / kCodes;
+    return amax < kTiny ? 0.0f : amax / codes_;
   }
 
   static constexpr float kCodes = 32767.0f;
@@ -161,9 +199,8 @@ class VectorWorker {
       __m512 high = weight(_mm512_loadu_ps(row + u * kUnit + 16), shift);
       sum = _mm512_add_ps(_mm512_add_ps(sum, low), high);
       if constexpr (Format == KvFormat::int8) {
-        const std::uint8_t* scales = units.values(u) + kUnit * size_;
-        low = scaled(low, scales);
-        high = scaled(high, scales + kCacheLine);
+        low = scaled(low, value_scales(units, u, 0));
+        high = scaled(high, value_scales(units, u, 1));
         most = _mm512_max_epu32(most, _mm512_max_epu32(_mm512_castps_si512(low),
                                                        _mm512_castps_si512(high)));
         _mm512_storeu_ps(row + u * kUnit, low);
@@ -212,8 +249,9 @@ class VectorWorker {
 
   const AttentionCall& call_;
   const AttentionShape& shape_;
-  const int size_;
+  const int size_, value_size_;
   const float factor_;
+  const float codes_;  // largest of a query: its sums of products must fit 32 bits
   const VectorProducts<Words> products_;
   int num_rows_ = 0;
   RowState state_, next_;
@@ -221,6 +259,7 @@ class VectorWorker {
   float query_scales_[kRowBlock], weight_scales_[kRowBlock];
   float* scores_;
   Value* queries_;
+  std::uint8_t* slice_;
 };
 
 }  // namespace
@@ -241,7 +280,7 @@ void attention_avx512(const AttentionCall& call, const TaskQueue& queue, float* 
 
 void merge_partials_avx512(const AttentionCall& call, const MergeTask& merge,
                            const float* partials) {
-  const int size = call.shape.cache.head_size, num_rows = merge.row_end - merge.row_begin;
+  const int size = call.shape.cache.value_size(), num_rows = merge.row_end - merge.row_begin;
   const RowState state = RowState::at(
       static_cast<float*>(thread_scratch(1, partial_floats(size) * sizeof(float))));
   clear_state(state, num_rows, size);

@@ -10,6 +10,9 @@
 //                            float32  [head_size/16][32 tokens][16 values]
 //   int8 has the order of bf16, a byte a value, and behind each group a float32 scale a token
 //
+// Where values are parts of keys (a latent that serves as both), there is no V: kernels put those
+// of a few keys in the order of V when they need them (attention_latents.h).
+//
 // So 16 lanes are 16 tokens of K or 16 values of V, and an AMX tile is 1 KiB of memory in one piece.
 //
 // Arithmetic, of each row (a query and a head) by itself:
@@ -23,6 +26,7 @@
 //     avx512,   to int16 codes of the largest of the partition, and q to those of its largest
 //     avx2      value; codes are multiplied exactly. Both lose less than the codes of K and V do
 //   partitions are merged in order: m', l' = l exp(m - m') + ..., o' likewise; out = o / l
+//   sinks       scores without values, merged last: of each row that of its head
 // Which rows share a tile, which keys a tile skips, and which threads work changes no bit of it.
 #pragma once
 
@@ -37,6 +41,7 @@ constexpr int kPartition = 256;   // keys
 constexpr int kKeyGroup = 16;     // tokens of a group of K
 constexpr int kValueGroup = 32;   // tokens of a group of V
 constexpr int kRowBlock = 32;     // rows that a kernel works on at once
+constexpr int kMaxHeadSize = 576;
 
 enum class KvFormat : int { bf16 = 0, float32 = 1, int8 = 2 };
 
@@ -44,8 +49,11 @@ struct CacheLayout {
   KvFormat format;
   int num_kv_heads;
   int head_size;
-  int block_size;  // tokens, a multiple of kValueGroup
+  int block_size;    // tokens, a multiple of kValueGroup
+  int value_offset;  // values are those of the key from here on, a multiple of 16; -1: stored apart
 
+  bool stores_values() const { return value_offset < 0; }
+  int value_size() const { return stores_values() ? head_size : head_size - value_offset; }
   int value_bytes() const {
     return format == KvFormat::bf16 ? 2 : format == KvFormat::float32 ? 4 : 1;
   }
@@ -55,11 +63,14 @@ struct CacheLayout {
            (format == KvFormat::int8 ? std::int64_t{sizeof(float)} : 0);
   }
   std::int64_t part_bytes() const { return block_size * token_bytes(); }
-  std::int64_t block_bytes() const { return 2 * num_kv_heads * part_bytes(); }
+  std::int64_t block_bytes() const {
+    return (stores_values() ? 2 : 1) * num_kv_heads * part_bytes();
+  }
   std::int64_t key_group(int block, int kv_head, int offset) const {
     return block * block_bytes() + kv_head * part_bytes() +
            offset / kKeyGroup * kKeyGroup * token_bytes();
   }
+  // Where values are stored.
   std::int64_t value_group(int block, int kv_head, int offset) const {
     return block * block_bytes() + (num_kv_heads + kv_head) * part_bytes() +
            offset / kValueGroup * kValueGroup * token_bytes();
@@ -98,7 +109,8 @@ struct AttentionCall {
   AttentionShape shape;
   const std::uint8_t* cache;
   TokenRows queries;  // [num_tokens, num_heads * head_size]
-  TokenRows out;      // the same; must not overlap
+  TokenRows out;      // [num_tokens, num_heads * value_size]; must not overlap
+  const float* sinks;  // [num_heads]; null: none
   StepTables tables;  // set by `attention`
 };
 
@@ -120,9 +132,9 @@ struct MergeTask {
   int first_partial, num_partials;
 };
 
-// A partial: m [kRowBlock], l [kRowBlock], o [kRowBlock][head_size].
-constexpr std::int64_t partial_floats(int head_size) {
-  return 2 * kRowBlock + std::int64_t{kRowBlock} * head_size;
+// A partial: m [kRowBlock], l [kRowBlock], o [kRowBlock][value_size].
+constexpr std::int64_t partial_floats(int value_size) {
+  return 2 * kRowBlock + std::int64_t{kRowBlock} * value_size;
 }
 
 // The keys that a query sees, as positions in its request.
@@ -145,7 +157,7 @@ struct KvWrite {
   int num_heads;
   TokenRows queries;      // [num_tokens, num_heads * head_size]; data may be null: no queries
   TokenRows keys;         // [num_tokens, num_kv_heads * head_size]
-  TokenRows values;       // the same
+  TokenRows values;       // the same; data is null where they are parts of keys
   TokenRows out_queries;  // rotated queries
   const std::int64_t* slots;      // [num_tokens]; negative: the token is not kept
   const std::int64_t* positions;  // [num_tokens]

@@ -65,7 +65,7 @@ void AttentionPlan::build(const AttentionShape& shape, const StepTables& tables,
   task_cost_ = num_threads == 1 ? cost : std::max(cost / (num_threads * kTasksPerThread),
                                                   kSmallestTask);
   for (int i = 0; i < own.num_reqs; ++i) add_request(i);
-  const std::size_t floats = num_partials_ * partial_floats(shape.cache.head_size);
+  const std::size_t floats = num_partials_ * partial_floats(shape.cache.value_size());
   if (partials_.size() < floats) partials_.resize(floats);
 }
 

@@ -24,17 +24,17 @@ constexpr float kNothing = -1e20f;
 struct RowState {
   float* m;  // [kRowBlock]
   float* l;  // [kRowBlock]
-  float* o;  // [kRowBlock][head_size]
+  float* o;  // [kRowBlock][value_size]
 
   static RowState at(float* data) { return {data, data + kRowBlock, data + 2 * kRowBlock}; }
 };
 
-static inline void clear_state(const RowState& state, int num_rows, int head_size) {
+static inline void clear_state(const RowState& state, int num_rows, int value_size) {
   for (int r = 0; r < kRowBlock; ++r) {
     state.m[r] = kNothing;
     state.l[r] = 0.0f;
   }
-  std::memset(state.o, 0, sizeof(float) * num_rows * head_size);
+  std::memset(state.o, 0, sizeof(float) * num_rows * value_size);
 }
 
 // Scores are multiplied by this in the exponent of 2.
@@ -43,7 +43,7 @@ static inline float exponent_factor(const AttentionShape& shape) {
 }
 
 static inline void merge_state(const RowState& state, const RowState& next, int num_rows,
-                               int head_size, float factor) {
+                               int value_size, float factor) {
   alignas(64) float keep[kRowBlock], add[kRowBlock];
   const __m512 c = _mm512_set1_ps(factor);
   for (int r = 0; r < num_rows; r += 16) {
@@ -59,9 +59,9 @@ static inline void merge_state(const RowState& state, const RowState& next, int 
   }
   for (int r = 0; r < num_rows; ++r) {
     const __m512 a = _mm512_set1_ps(keep[r]), b = _mm512_set1_ps(add[r]);
-    float* o = state.o + std::int64_t{r} * head_size;
-    const float* next_o = next.o + std::int64_t{r} * head_size;
-    for (int d = 0; d < head_size; d += 16)
+    float* o = state.o + std::int64_t{r} * value_size;
+    const float* next_o = next.o + std::int64_t{r} * value_size;
+    for (int d = 0; d < value_size; d += 16)
       _mm512_storeu_ps(o + d, _mm512_fmadd_ps(_mm512_loadu_ps(o + d), a,
                                               _mm512_mul_ps(_mm512_loadu_ps(next_o + d), b)));
   }
@@ -87,15 +87,14 @@ struct RequestView {
 class RowCursor {
  public:
   RowCursor(const AttentionShape& shape, const RequestView& request, const Block& block)
-      : group_(shape.group_size()), size_(shape.cache.head_size), first_token_(request.first_token),
-        first_head_(block.kv_head * group_), query_(block.row_begin / group_),
-        head_(block.row_begin % group_) {}
+      : group_(shape.group_size()), first_token_(request.first_token), first_head_(block.kv_head * group_),
+        query_(block.row_begin / group_), head_(block.row_begin % group_) {}
 
   int query() const { return query_; }
-  // Where the row is in rows of activations.
-  std::int64_t offset(std::int64_t stride) const {
-    return std::int64_t{first_token_ + query_} * stride +
-           std::int64_t{first_head_ + head_} * size_;
+  int head() const { return first_head_ + head_; }
+  // Where the row is in rows of activations with so many values a head.
+  std::int64_t offset(std::int64_t stride, int size) const {
+    return std::int64_t{first_token_ + query_} * stride + std::int64_t{head()} * size;
   }
   void advance() {
     if (++head_ == group_) {
@@ -105,17 +104,32 @@ class RowCursor {
   }
 
  private:
-  const int group_, size_, first_token_, first_head_;
+  const int group_, first_token_, first_head_;
   int query_, head_;
 };
 
+// What a row's sum of weighted values is multiplied by. A sink is a key more in its softmax, with
+// values of zero; `m` is the row's largest score, and scores times `factor` are exponents of 2.
+static inline __m512 result_factor(float m, float l, const float* sink, float factor) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  if (sink == nullptr) return _mm512_div_ps(one, _mm512_set1_ps(l));
+  const __m512 zero = _mm512_setzero_ps(), least = _mm512_set1_ps(-200.0f);
+  const __m512 above = _mm512_set1_ps(*sink * kLog2E - m * factor);
+  const __m512 below = _mm512_sub_ps(zero, above);
+  const __m512 add = exp2_of<6>(_mm512_max_ps(least, _mm512_min_ps(zero, above)));
+  const __m512 keep = exp2_of<6>(_mm512_max_ps(least, _mm512_min_ps(zero, below)));
+  return _mm512_div_ps(keep, _mm512_fmadd_ps(_mm512_set1_ps(l), keep, add));
+}
+
 static inline void store_result(const AttentionCall& call, const Block& block,
                                 const RowState& state) {
-  const int size = call.shape.cache.head_size;
+  const int size = call.shape.cache.value_size();
+  const float factor = exponent_factor(call.shape);
   RowCursor row(call.shape, RequestView(call.tables, block.request), block);
   for (int r = 0; r < block.num_rows; ++r, row.advance()) {
-    const std::int64_t at = row.offset(call.out.stride);
-    const __m512 inverse = _mm512_set1_ps(1.0f / state.l[r]);
+    const std::int64_t at = row.offset(call.out.stride, size);
+    const float* sink = call.sinks == nullptr ? nullptr : call.sinks + row.head();
+    const __m512 inverse = result_factor(state.m[r], state.l[r], sink, factor);
     for (int d = 0; d < size; d += 16) {
       const __m512 o = _mm512_loadu_ps(state.o + std::int64_t{r} * size + d);
       // A zero's sign could tell which keys were skipped; 0 + -0 is 0.
@@ -185,7 +199,7 @@ class Visits {
 // what follows the last of `num_keys` keys in its unit may be anything.
 struct Units {
   int first_key, num_keys, count;
-  std::int64_t to_values;  // bytes from K to V
+  std::int64_t to_values;  // bytes from K to V, if that is stored
   const std::uint8_t* keys[kUnits];
 
   const std::uint8_t* values(int unit) const { return keys[unit] + to_values; }
@@ -222,8 +236,8 @@ struct AheadUnit {
   bool is_half;  // only the first group of K
 };
 
-// Runs some units ahead of the work, through those of K and then of V of each visit: memory answers
-// in time only if it is asked early. It goes on through the tasks that this thread most likely
+// Runs some units ahead of the work, through those of K and, if V is stored, then of V of each
+// visit: memory answers in time only if it is asked early. It goes on through the tasks that this thread most likely
 // takes next, where their own Lookahead will start.
 class Lookahead {
  public:
@@ -238,7 +252,7 @@ class Lookahead {
   AheadUnit pull() {
     if (at_ == units_.count) {
       at_ = 0;
-      is_value_ = !is_value_;
+      is_value_ = !is_value_ && call_.shape.cache.stores_values();
       if (!is_value_) enter_next();
     }
     const std::uint8_t* data = is_value_ ? units_.values(at_) : units_.keys[at_];
@@ -267,13 +281,14 @@ class Lookahead {
 
 // Takes a worker through a task, the first of the queue. The worker has
 //   load_rows(block)              before the visits of a block
-//   attend(units, ahead, result)  the result of a visit. For each unit of K and then of V there is
-//                                 one `ahead` that should be fetched meanwhile
+//   attend(units, ahead, result)  the result of a visit. For each unit of K and then, if that is
+//                                 stored, of V there is one `ahead` that should be fetched meanwhile
 template <class Worker>
 static void walk(Worker& worker, const AttentionCall& call, const TaskQueue& queue,
                  const RowState& state, const RowState& next, float* partials) {
   const AttentionTask& task = queue.tasks[queue.at];
-  const int size = call.shape.cache.head_size;
+  const int size = call.shape.cache.value_size();
+  const int num_parts = call.shape.cache.stores_values() ? 2 : 1;
   const bool is_whole = task.first_partial < 0;
   Visits visit(call, task);
   Lookahead lookahead(call, queue);
@@ -282,7 +297,7 @@ static void walk(Worker& worker, const AttentionCall& call, const TaskQueue& que
     if (visit.is_first()) worker.load_rows(block);
     const Units units = find_units(call, visit);
     AheadUnit ahead[2 * kUnits];
-    for (int u = 0; u < 2 * units.count; ++u) ahead[u] = lookahead.pull();
+    for (int u = 0; u < num_parts * units.count; ++u) ahead[u] = lookahead.pull();
     if (!is_whole) {
       const std::int64_t index = task.first_partial + visit.partition() - task.partition_begin;
       worker.attend(units, ahead, RowState::at(partials + index * partial_floats(size)));

@@ -53,7 +53,7 @@ struct FloatWords {
   static __m512 finish(Sum sum, __m512) { return sum; }
 };
 
-// Rows of int16 codes; a sum of 256 products with int8 codes fits 32 bits.
+// Rows of int16 codes; a sum of 512 products with int8 codes fits 32 bits.
 struct CodeWords {
   using Value = std::int16_t;
   using Sum = __m512i;
@@ -152,8 +152,9 @@ struct WordRows {
 template <class Words>
 class VectorProducts {
  public:
-  explicit VectorProducts(int head_size)
-      : head_size_(head_size), num_runs_(head_size / 16), code_bytes_(num_runs_ * kRunBytes) {}
+  // `size` values of a head, and how far apart results of `weighted` are.
+  VectorProducts(int size, int out_stride)
+      : out_stride_(out_stride), num_runs_(size / 16), code_bytes_(num_runs_ * kRunBytes) {}
 
   // out[r][column] = q[r] . k[column], for int8 times the key's scale and row_scales[r]. Columns
   // that fill up the last 32 may be anything.
@@ -288,14 +289,14 @@ class VectorProducts {
       repeat<kRows>([&](auto i) TOKENMILL_INLINE_LAMBDA {
         const __m512 scale = _mm512_set1_ps(kIsCodes ? row_scales[r + i.value] : 1.0f);
         repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA {
-          _mm512_storeu_ps(out + std::int64_t{r + i.value} * head_size_ + (run + c.value) * 16,
+          _mm512_storeu_ps(out + std::int64_t{r + i.value} * out_stride_ + (run + c.value) * 16,
                            Words::finish(sums.values[i.value][c.value], scale));
         });
       });
     });
   }
 
-  const int head_size_, num_runs_;
+  const int out_stride_, num_runs_;
   const std::int64_t code_bytes_;  // of 16 tokens
 };
 

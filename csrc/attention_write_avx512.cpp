@@ -6,8 +6,6 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kMaxHeadSize = 256;
-
 // One head in float32, rotated if cos is given.
 void load_head(const TokenRows& rows, std::int64_t at, int size, const float* cos,
                const float* sin, int half, float* head) {
@@ -145,6 +143,7 @@ void write_kv_avx512(const KvWrite& call, int token_begin, int token_end) {
     for (int h = 0; h < cache.num_kv_heads; ++h) {
       load_head(call.keys, token * call.keys.stride + h * size, size, cos, sin, half, head);
       write_key(cache, call.blocks + cache.key_group(block, h, offset), offset % kKeyGroup, head);
+      if (!cache.stores_values()) continue;
       load_head(call.values, token * call.values.stride + h * size, size, nullptr, nullptr, 0,
                 head);
       write_value(cache, call.blocks + cache.value_group(block, h, offset), offset % kValueGroup,

@@ -302,6 +302,11 @@ TOKENMILL_OP Floats wide_maskz_mul_ps(__mmask16 mask, const Floats& a, const Flo
   return {_mm256_and_ps(lanes.low, _mm256_mul_ps(a.low, b.low)),
           _mm256_and_ps(lanes.high, _mm256_mul_ps(a.high, b.high))};
 }
+TOKENMILL_OP Floats wide_maskz_sub_ps(__mmask16 mask, const Floats& a, const Floats& b) {
+  const Floats lanes = wide_castsi512_ps(wide_lanes(mask));
+  return {_mm256_and_ps(lanes.low, _mm256_sub_ps(a.low, b.low)),
+          _mm256_and_ps(lanes.high, _mm256_sub_ps(a.high, b.high))};
+}
 TOKENMILL_OP __mmask8 wide_cmpge_epu64_mask(const Integers& a, const Integers& b) {
   const __m256i sign = _mm256_set1_epi64x(static_cast<long long>(0x8000000000000000ull));
   const auto less = [sign](__m256i x, __m256i y) {
@@ -432,6 +437,7 @@ TOKENMILL_OP Integers wide_dpwssd_epi32(const Integers& sum, const Integers& a, 
 #define _mm512_maskz_compress_ps ::tokenmill::wide_maskz_compress_ps
 #define _mm512_maskz_add_epi32 ::tokenmill::wide_maskz_add_epi32
 #define _mm512_maskz_mul_ps ::tokenmill::wide_maskz_mul_ps
+#define _mm512_maskz_sub_ps ::tokenmill::wide_maskz_sub_ps
 #define _mm512_cmpge_epu64_mask ::tokenmill::wide_cmpge_epu64_mask
 #define _mm512_cmp_ps_mask(a, b, predicate) ::tokenmill::compare<predicate>(a, b)
 #define _mm512_mask_cmp_ps_mask(mask, a, b, predicate) \

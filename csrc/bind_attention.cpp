@@ -18,6 +18,7 @@ namespace {
 using Ints = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Angles = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 KvFormat kv_format(const std::string& name) {
@@ -29,18 +30,21 @@ KvFormat kv_format(const std::string& name) {
 
 AttentionShape make_shape(const std::string& kv_dtype, int num_heads, int num_kv_heads,
                           int head_size, int block_size, float scale, float soft_cap, int window,
-                          bool causal) {
+                          bool causal, int value_offset) {
   check(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0, "num_heads",
         "a multiple of num_kv_heads");
-  check(head_size > 0 && head_size % 16 == 0 && head_size <= 256, "head_size",
-        "a multiple of 16, at most 256");
+  check(head_size > 0 && head_size % 16 == 0 && head_size <= kMaxHeadSize, "head_size",
+        "a multiple of 16, at most " + std::to_string(kMaxHeadSize));
+  check(value_offset == -1 || (value_offset >= 0 && value_offset % 16 == 0 &&
+                               value_offset < head_size),
+        "value_offset", "a multiple of 16 below head_size, or -1 for values of their own");
   check(block_size > 0 && block_size % kValueGroup == 0, "block_size",
         "a multiple of " + std::to_string(kValueGroup));
   check(scale > 0.0f, "scale", "positive");
   check(soft_cap >= 0.0f, "soft_cap", "positive, or 0 for none");
   check(window >= 0, "window", "positive, or 0 for none");
-  return {{kv_format(kv_dtype), num_kv_heads, head_size, block_size}, num_heads, scale, soft_cap,
-          window, causal};
+  return {{kv_format(kv_dtype), num_kv_heads, head_size, block_size, value_offset}, num_heads, scale,
+          soft_cap, window, causal};
 }
 
 template <class T>
@@ -71,16 +75,20 @@ void build_plan(AttentionPlan& plan, const AttentionShape& shape, const Ints& qu
 }
 
 void run_attention(const AttentionShape& shape, AttentionPlan& plan, const ReadTensor& query,
-                   const ReadTensor& kv_cache, Tensor out) {
-  const std::int64_t columns = std::int64_t{shape.num_heads} * shape.cache.head_size;
+                   const ReadTensor& kv_cache, Tensor out, const std::optional<Floats>& sinks) {
+  const std::int64_t heads = shape.num_heads;
+  check(!sinks || static_cast<int>(sinks->size()) == shape.num_heads, "sinks",
+        "a value for each head");
   const AttentionCall call{shape, static_cast<const std::uint8_t*>(kv_cache.data()),
-                           token_rows(query, "query", columns), token_rows(out, "out", columns),
-                           {}};
+                           token_rows(query, "query", heads * shape.cache.head_size),
+                           token_rows(out, "out", heads * shape.cache.value_size()),
+                           sinks ? sinks->data() : nullptr, {}};
   const AttentionShape& planned = plan.shape();
   check(planned.num_heads == shape.num_heads && planned.window == shape.window &&
             planned.causal == shape.causal &&
             planned.cache.num_kv_heads == shape.cache.num_kv_heads &&
             planned.cache.head_size == shape.cache.head_size &&
+            planned.cache.value_offset == shape.cache.value_offset &&
             planned.cache.block_size == shape.cache.block_size,
         "plan", "built for layers of this shape");
   check(static_cast<int>(query.shape(0)) >= plan.num_tokens(), "query", "a row for each token");
@@ -115,8 +123,8 @@ void set_rotation(KvWrite& call, const std::optional<Longs>& positions,
   call.rotary_dim = 2 * static_cast<int>(cos->shape(1));
 }
 
-void run_write(const AttentionShape& shape, const ReadTensor& key, const ReadTensor& value,
-               Tensor kv_cache, const Longs& slots, const std::optional<ReadTensor>& query,
+void run_write(const AttentionShape& shape, const ReadTensor& key,
+               const std::optional<ReadTensor>& value, Tensor kv_cache, const Longs& slots, const std::optional<ReadTensor>& query,
                const std::optional<Tensor>& out_query, const std::optional<Longs>& positions,
                const std::optional<Angles>& cos, const std::optional<Angles>& sin) {
   const std::int64_t columns = std::int64_t{shape.cache.num_kv_heads} * shape.cache.head_size;
@@ -127,10 +135,12 @@ void run_write(const AttentionShape& shape, const ReadTensor& key, const ReadTen
   call.num_tokens = static_cast<int>(slots.size());
   call.num_heads = shape.num_heads;
   call.keys = token_rows(key, "key", columns);
-  call.values = token_rows(value, "value", columns);
+  check(value.has_value() == shape.cache.stores_values(), "value",
+        "given where the cache stores values, and only there");
+  if (value) call.values = token_rows(*value, "value", columns);
   call.slots = slots.data();
-  check(key.shape(0) == slots.size() && value.shape(0) == slots.size(), "slot_mapping",
-        "as long as key and value");
+  check(key.shape(0) == slots.size() && (!value || value->shape(0) == slots.size()),
+        "slot_mapping", "as long as key and value");
   check(query.has_value() == out_query.has_value(), "out_query", "given with query");
   if (query) {
     call.queries = token_rows(*query, "query", query_columns);
@@ -152,20 +162,22 @@ void bind_attention(nb::module_& module) {
   nb::class_<AttentionShape>(module, "AttentionShape")
       .def("__init__", [](AttentionShape* self, const std::string& kv_dtype, int num_heads,
                           int num_kv_heads, int head_size, int block_size, float scale,
-                          float soft_cap, int window, bool causal) {
+                          float soft_cap, int window, bool causal, int value_offset) {
         new (self) AttentionShape(make_shape(kv_dtype, num_heads, num_kv_heads, head_size,
-                                             block_size, scale, soft_cap, window, causal));
+                                             block_size, scale, soft_cap, window, causal,
+                                             value_offset));
       }, nb::kw_only(), nb::arg("kv_dtype"), nb::arg("num_heads"), nb::arg("num_kv_heads"),
          nb::arg("head_size"), nb::arg("block_size"), nb::arg("scale"), nb::arg("soft_cap"),
-         nb::arg("window"), nb::arg("causal"))
+         nb::arg("window"), nb::arg("causal"), nb::arg("value_offset") = -1)
       .def_prop_ro("block_bytes", [](const AttentionShape& s) { return s.cache.block_bytes(); });
   nb::class_<AttentionPlan>(module, "AttentionPlan")
       .def(nb::init<>())
       .def("build", &build_plan)
       .def_prop_ro("num_tasks", [](const AttentionPlan& p) { return p.tasks().size(); })
       .def_prop_ro("num_merges", [](const AttentionPlan& p) { return p.merges().size(); });
-  module.def("attention", &run_attention);
-  module.def("write_kv", &run_write, nb::arg("shape"), nb::arg("key"), nb::arg("value"),
+  module.def("attention", &run_attention, nb::arg("shape"), nb::arg("plan"), nb::arg("query"),
+             nb::arg("kv_cache"), nb::arg("out"), nb::arg("sinks").none() = nb::none());
+  module.def("write_kv", &run_write, nb::arg("shape"), nb::arg("key"), nb::arg("value").none(),
              nb::arg("kv_cache"), nb::arg("slot_mapping"), nb::arg("query").none() = nb::none(),
              nb::arg("out_query").none() = nb::none(), nb::arg("positions").none() = nb::none(),
              nb::arg("cos").none() = nb::none(), nb::arg("sin").none() = nb::none());

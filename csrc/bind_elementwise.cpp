@@ -15,6 +15,8 @@ template <class T>
 using Column = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Parts = nb::ndarray<nb::ndim<3>, nb::device::cpu>;
+using ReadParts = nb::ndarray<nb::ndim<3>, nb::device::cpu, nb::ro>;
 using FloatMatrix = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
 
 int rows_of(const ReadTensor& x) {
@@ -38,24 +40,54 @@ ActivationOutput activation_output(const Tensor& out, int num_rows, int size) {
   return {{}, {static_cast<QuantizedGroup*>(out.data()), size / kStep}};
 }
 
-void run_norm(const ReadTensor& x, const FloatMatrix& residual, bool starts_stream,
-              const Column<const float>& weight, float eps, const Tensor& out) {
+// A norm's call with all but weight and bias.
+NormCall norm_call(const ReadTensor& x, const FloatMatrix& residual, bool starts_stream, float eps,
+                   const Tensor& out) {
   NormCall call{};
   call.num_rows = rows_of(x);
   call.size = static_cast<int>(x.shape(1));
   call.x = token_rows(x, "x", call.size);
   check_matrix(residual, "residual", call.size);
   check(static_cast<int>(residual.shape(0)) == call.num_rows, "residual", "of as many rows as x");
-  check(static_cast<int>(weight.size()) == call.size, "weight", "a value for each column of x");
   call.residual = residual.data();
   call.residual_stride = residual.stride(0);
   call.starts_stream = starts_stream;
-  call.weight = weight.data();
   call.eps = eps;
   call.out = activation_output(out, call.num_rows, call.size);
+  return call;
+}
+
+void run_norm(const ReadTensor& x, const FloatMatrix& residual, bool starts_stream,
+              const Column<const float>& weight, float eps, const Tensor& out) {
+  NormCall call = norm_call(x, residual, starts_stream, eps, out);
+  check(static_cast<int>(weight.size()) == call.size, "weight", "a value for each column of x");
+  call.weight = weight.data();
   submit({"add_rms_norm"}, call.num_rows, [call](int num_rows) mutable {
     call.num_rows = num_rows;
     add_rms_norm(call);
+  });
+}
+
+void run_layer_norm(const ReadTensor& x, const FloatMatrix& residual, bool starts_stream,
+                    const Column<const float>& weight, const Column<const float>& bias, float eps,
+                    const Tensor& out) {
+  NormCall call = norm_call(x, residual, starts_stream, eps, out);
+  check(static_cast<int>(weight.size()) == call.size, "weight", "a value for each column of x");
+  check(static_cast<int>(bias.size()) == call.size, "bias", "a value for each column of x");
+  call.weight = weight.data();
+  call.bias = bias.data();
+  submit({"add_layer_norm"}, call.num_rows, [call](int num_rows) mutable {
+    call.num_rows = num_rows;
+    add_layer_norm(call);
+  });
+}
+
+void run_add_residual(const ReadTensor& x, const FloatMatrix& residual, bool starts_stream,
+                      const Tensor& out) {
+  NormCall call = norm_call(x, residual, starts_stream, 0.0f, out);
+  submit({"add_residual"}, call.num_rows, [call](int num_rows) mutable {
+    call.num_rows = num_rows;
+    add_residual(call);
   });
 }
 
@@ -79,18 +111,75 @@ void run_head_norm(const ReadTensor& x, const Column<const float>& weight, float
   });
 }
 
+Gate gate_of(const std::string& name) {
+  check(name == "silu" || name == "gelu_tanh", "gate", "silu or gelu_tanh, not " + name);
+  return name == "silu" ? Gate::silu : Gate::gelu_tanh;
+}
+
 void run_gate(const ReadTensor& x, const std::string& gate, const Tensor& out) {
   GateCall call{};
   call.num_rows = rows_of(x);
   check(x.shape(1) % 2 == 0, "gate_up", "of an even number of columns");
-  check(gate == "silu" || gate == "gelu_tanh", "gate", "silu or gelu_tanh, not " + gate);
   call.size = static_cast<int>(x.shape(1) / 2);
   call.x = token_rows(x, "gate_up", 2 * std::int64_t{call.size});
-  call.gate = gate == "silu" ? Gate::silu : Gate::gelu_tanh;
+  call.gate = gate_of(gate);
   call.out = activation_output(out, call.num_rows, call.size);
   submit({"gated_activation"}, call.num_rows, [call](int num_rows) mutable {
     call.num_rows = num_rows;
     gated_activation(call);
+  });
+}
+
+void run_activation(const ReadTensor& x, const std::string& gate, const Tensor& out) {
+  GateCall call{};
+  call.num_rows = rows_of(x);
+  call.size = static_cast<int>(x.shape(1));
+  call.x = token_rows(x, "x", call.size);
+  call.gate = gate_of(gate);
+  call.out = activation_output(out, call.num_rows, call.size);
+  submit({"activation"}, call.num_rows, [call](int num_rows) mutable {
+    call.num_rows = num_rows;
+    activation(call);
+  });
+}
+
+void run_add_rows(const ReadTensor& x, const Matrix<const float>& table,
+                  const Column<const std::int64_t>& rows, const Tensor& out) {
+  AddRowsCall call{};
+  call.num_rows = rows_of(x);
+  call.size = static_cast<int>(x.shape(1));
+  call.x = token_rows(x, "x", call.size);
+  call.out = token_rows(out, "out", call.size);
+  check(static_cast<int>(out.shape(0)) == call.num_rows, "out", "of as many rows as x");
+  check(static_cast<int>(table.shape(1)) == call.size, "table", "of as many columns as x");
+  check(static_cast<int>(rows.size()) == call.num_rows, "rows", "a value for each row of x");
+  for (int i = 0; i < call.num_rows; ++i)
+    check(rows.data()[i] >= 0 && rows.data()[i] < static_cast<std::int64_t>(table.shape(0)), "rows",
+          "rows of the table");
+  call.table = table.data();
+  call.rows = rows.data();
+  submit({"add_rows"}, call.num_rows, [call](int num_rows) mutable {
+    call.num_rows = num_rows;
+    add_rows(call);
+  });
+}
+
+// Values of [rows, parts, size], contiguous within a part.
+template <class T>
+TokenRows part_rows(const T& x, const char* name) {
+  check(is_bf16(x) || x.dtype() == nb::dtype<float>(), name, "bfloat16 or float32");
+  check(x.shape(2) <= 1 || x.stride(2) == 1, name, "contiguous along the last dimension");
+  return {const_cast<void*>(static_cast<const void*>(x.data())), x.stride(0), is_bf16(x)};
+}
+
+void run_copy(const ReadParts& x, const Parts& out) {
+  for (int i = 0; i < 3; ++i) check(x.shape(i) == out.shape(i), "out", "of the shape of x");
+  CopyCall call{static_cast<int>(x.shape(0)), static_cast<int>(x.shape(1)),
+                static_cast<int>(x.shape(2)), part_rows(x, "x"), part_rows(out, "out"),
+                x.stride(1), out.stride(1)};
+  submit({"copy"}, call.num_rows, [call](int num_rows) mutable {
+    call.num_rows = num_rows;
+    copy_parts(call);
   });
 }
 
@@ -169,8 +258,13 @@ void run_sample(const LogitsMatrix& logits, const Column<const bool>& is_greedy,
 
 void bind_elementwise(nb::module_& module) {
   module.def("add_rms_norm", &run_norm);
+  module.def("add_layer_norm", &run_layer_norm);
+  module.def("add_residual", &run_add_residual);
   module.def("head_rms_norm", &run_head_norm);
   module.def("gated_activation", &run_gate);
+  module.def("activation", &run_activation);
+  module.def("add_rows", &run_add_rows);
+  module.def("copy", &run_copy);
   module.def("sample", &run_sample);
   module.def("score_tokens", &run_score);
 }

@@ -1,4 +1,4 @@
-// Norms and gates with AVX-512. A row is worked on by one thread.
+// Norms, gates and copies with AVX-512. A row is worked on by one thread.
 #include "elementwise_kernels.h"
 #include "elementwise_math.h"
 #include "pool.h"
@@ -54,8 +54,10 @@ __m512 norm_factor(float sum_of_squares, int size, float eps) {
   return _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + eps));
 }
 
-// Adds x to the residual of a row; returns the sum of squares, in four sums of 16 lanes.
-float add_residual(const NormCall& call, int row, float* residual) {
+// Adds x to the residual of a row; returns the sum of squares, or of values, in four sums of 16
+// lanes.
+template <bool Squares>
+float add_to_stream(const NormCall& call, int row, float* residual) {
   __m512 sums[4];
   for (__m512& sum : sums) sum = _mm512_setzero_ps();
   const std::int64_t x_row = row * call.x.stride;
@@ -65,6 +67,22 @@ float add_residual(const NormCall& call, int row, float* residual) {
     if (!call.starts_stream)
       value = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, residual + at), value);
     _mm512_mask_storeu_ps(residual + at, mask, value);
+    __m512& sum = sums[at / 16 % 4];
+    sum = Squares ? _mm512_fmadd_ps(value, value, sum) : _mm512_add_ps(value, sum);
+  }
+  return sum_of(sums);
+}
+
+// Values of a row from their mean on; lanes that are not there give 0.
+__m512 centred(const float* row, int at, __mmask16 mask, __m512 mean) {
+  return _mm512_maskz_sub_ps(mask, _mm512_maskz_loadu_ps(mask, row + at), mean);
+}
+
+float sum_of_centred_squares(const float* row, int size, __m512 mean) {
+  __m512 sums[4];
+  for (__m512& sum : sums) sum = _mm512_setzero_ps();
+  for (int at = 0; at < size; at += 16) {
+    const __m512 value = centred(row, at, first_lanes(size - at), mean);
     __m512& sum = sums[at / 16 % 4];
     sum = _mm512_fmadd_ps(value, value, sum);
   }
@@ -88,11 +106,43 @@ void add_rms_norm_avx512(const NormCall& call, Range rows) {
   const RowOutput out(call.out, call.size);
   for (int row = rows.begin; row < rows.end; ++row) {
     float* residual = call.residual + row * call.residual_stride;
-    const __m512 factor = norm_factor(add_residual(call, row, residual), call.size, call.eps);
+    const __m512 factor = norm_factor(add_to_stream<true>(call, row, residual), call.size, call.eps);
     for (int at = 0; at < call.size; at += 16) {
       const __mmask16 mask = first_lanes(call.size - at);
       const __m512 value = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, residual + at), factor);
       out.store(row, at, mask, _mm512_mul_ps(value, _mm512_maskz_loadu_ps(mask, call.weight + at)));
+    }
+    out.finish(row);
+  }
+}
+
+void add_layer_norm_avx512(const NormCall& call, Range rows) {
+  const RowOutput out(call.out, call.size);
+  for (int row = rows.begin; row < rows.end; ++row) {
+    float* residual = call.residual + row * call.residual_stride;
+    const float sum = add_to_stream<false>(call, row, residual);
+    const __m512 mean = _mm512_set1_ps(sum / static_cast<float>(call.size));
+    const __m512 factor =
+        norm_factor(sum_of_centred_squares(residual, call.size, mean), call.size, call.eps);
+    for (int at = 0; at < call.size; at += 16) {
+      const __mmask16 mask = first_lanes(call.size - at);
+      const __m512 value = _mm512_mul_ps(centred(residual, at, mask, mean), factor);
+      out.store(row, at, mask,
+                _mm512_fmadd_ps(value, _mm512_maskz_loadu_ps(mask, call.weight + at),
+                                _mm512_maskz_loadu_ps(mask, call.bias + at)));
+    }
+    out.finish(row);
+  }
+}
+
+void add_residual_avx512(const NormCall& call, Range rows) {
+  const RowOutput out(call.out, call.size);
+  for (int row = rows.begin; row < rows.end; ++row) {
+    float* residual = call.residual + row * call.residual_stride;
+    add_to_stream<false>(call, row, residual);
+    for (int at = 0; at < call.size; at += 16) {
+      const __mmask16 mask = first_lanes(call.size - at);
+      out.store(row, at, mask, _mm512_maskz_loadu_ps(mask, residual + at));
     }
     out.finish(row);
   }
@@ -127,6 +177,44 @@ void gated_activation_avx512(const GateCall& call, Range rows) {
       out.store(row, at, mask, _mm512_mul_ps(apply_gate(call.gate, gate), up));
     }
     out.finish(row);
+  }
+}
+
+void activation_avx512(const GateCall& call, Range rows) {
+  const RowOutput out(call.out, call.size);
+  for (int row = rows.begin; row < rows.end; ++row) {
+    for (int at = 0; at < call.size; at += 16) {
+      const __mmask16 mask = first_lanes(call.size - at);
+      const __m512 x = load_values(call.x.data, call.x.is_bf16, row * call.x.stride + at, mask);
+      out.store(row, at, mask, apply_gate(call.gate, x));
+    }
+    out.finish(row);
+  }
+}
+
+void add_rows_avx512(const AddRowsCall& call, Range rows) {
+  for (int row = rows.begin; row < rows.end; ++row) {
+    const float* added = call.table + call.rows[row] * call.size;
+    for (int at = 0; at < call.size; at += 16) {
+      const __mmask16 mask = first_lanes(call.size - at);
+      const __m512 x = load_values(call.x.data, call.x.is_bf16, row * call.x.stride + at, mask);
+      store_values(call.out.data, call.out.is_bf16, row * call.out.stride + at, mask,
+                   _mm512_add_ps(x, _mm512_maskz_loadu_ps(mask, added + at)));
+    }
+  }
+}
+
+void copy_parts_avx512(const CopyCall& call, Range rows) {
+  for (int row = rows.begin; row < rows.end; ++row) {
+    for (int part = 0; part < call.num_parts; ++part) {
+      const std::int64_t from = row * call.x.stride + part * call.x_part_stride;
+      const std::int64_t to = row * call.out.stride + part * call.out_part_stride;
+      for (int at = 0; at < call.size; at += 16) {
+        const __mmask16 mask = first_lanes(call.size - at);
+        store_values(call.out.data, call.out.is_bf16, to + at, mask,
+                     load_values(call.x.data, call.x.is_bf16, from + at, mask));
+      }
+    }
   }
 }
 

@@ -1,5 +1,5 @@
-// Kernels whose rows do not depend on each other: norms and gates. Sums run in one order for a
-// given length, whatever the batch and the threads are.
+// Kernels whose rows do not depend on each other: norms, gates, copies. Sums run in one order for
+// a given length, whatever the batch and the threads are.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,10 @@ struct ActivationOutput {
   QuantizedRows quantized;  // else this is used
 };
 
-// residual += x (or residual = x at the start of a stream);
-// out = residual / sqrt(mean(residual^2) + eps) * weight.
+// residual += x (or residual = x at the start of a stream); then
+//   add_rms_norm     out = residual / sqrt(mean(residual^2) + eps) * weight
+//   add_layer_norm   out = c / sqrt(mean(c^2) + eps) * weight + bias, c = residual - mean(residual)
+//   add_residual     out = residual
 struct NormCall {
   int num_rows, size;
   TokenRows x;  // [num_rows, size]
@@ -27,6 +29,7 @@ struct NormCall {
   std::int64_t residual_stride;
   bool starts_stream;
   const float* weight;  // [size]
+  const float* bias;    // [size], of add_layer_norm
   float eps;
   ActivationOutput out;
 };
@@ -39,26 +42,57 @@ struct HeadNormCall {
   float eps;
 };
 
-// out = gate(x[:, :size]) * x[:, size:].
+//   gated_activation   out = gate(x[:, :size]) * x[:, size:]
+//   activation         out = gate(x)
 struct GateCall {
   int num_rows, size;
-  TokenRows x;  // [num_rows, 2 * size]
+  TokenRows x;  // [num_rows, 2 * size], or [num_rows, size]
   Gate gate;
   ActivationOutput out;
 };
 
+// out = x + table[rows].
+struct AddRowsCall {
+  int num_rows, size;
+  TokenRows x, out;          // [num_rows, size]
+  const float* table;        // [any, size]
+  const std::int64_t* rows;  // [num_rows]
+};
+
+// out = x, in parts of rows that lie apart.
+struct CopyCall {
+  int num_rows, num_parts, size;
+  TokenRows x, out;  // [num_rows, num_parts, size]
+  std::int64_t x_part_stride, out_part_stride;
+};
+
 void add_rms_norm(const NormCall& call);
+void add_layer_norm(const NormCall& call);
+void add_residual(const NormCall& call);
 void head_rms_norm(const HeadNormCall& call);
 void gated_activation(const GateCall& call);
+void activation(const GateCall& call);
+void add_rows(const AddRowsCall& call);
+void copy_parts(const CopyCall& call);
 
 // ---------------------------------------------------------------------------------------------
 // What the instruction sets provide.
 
 void add_rms_norm_avx2(const NormCall&, Range rows);
 void add_rms_norm_avx512(const NormCall&, Range rows);
+void add_layer_norm_avx2(const NormCall&, Range rows);
+void add_layer_norm_avx512(const NormCall&, Range rows);
+void add_residual_avx2(const NormCall&, Range rows);
+void add_residual_avx512(const NormCall&, Range rows);
 void head_rms_norm_avx2(const HeadNormCall&, Range rows);
 void head_rms_norm_avx512(const HeadNormCall&, Range rows);
 void gated_activation_avx2(const GateCall&, Range rows);
 void gated_activation_avx512(const GateCall&, Range rows);
+void activation_avx2(const GateCall&, Range rows);
+void activation_avx512(const GateCall&, Range rows);
+void add_rows_avx2(const AddRowsCall&, Range rows);
+void add_rows_avx512(const AddRowsCall&, Range rows);
+void copy_parts_avx2(const CopyCall&, Range rows);
+void copy_parts_avx512(const CopyCall&, Range rows);
 
 }  // namespace tokenmill

@@ -25,7 +25,7 @@ class Sequences:
     """[length, num_heads, head_size] each"""
     key: list[torch.Tensor]
     value: list[torch.Tensor]
-    """[length, num_kv_heads, head_size] each"""
+    """[length, num_kv_heads, head_size] each; not looked at where values are parts of keys"""
 
 
 def random_sequences(
@@ -51,7 +51,12 @@ class Cache:
         needed = [-(-n // shape.block_size) for n in lengths]
         self.num_blocks = sum(needed) + 3
         size = kv_cache_shape(
-            self.num_blocks, shape.block_size, shape.num_kv_heads, shape.head_size, shape.kv_dtype
+            self.num_blocks,
+            shape.block_size,
+            shape.num_kv_heads,
+            shape.head_size,
+            shape.kv_dtype,
+            shape.value_offset,
         )
         dtype = TORCH_DTYPES[shape.kv_dtype]
         # Bytes of ones are a NaN in every float type, that of the int8 scales included.
@@ -80,13 +85,19 @@ class Chunk:
 
 def write(cache: Cache, sequences: Sequences, chunks: list[Chunk]) -> None:
     key = torch.cat([sequences.key[c.sequence][c.start : c.end] for c in chunks])
-    value = torch.cat([sequences.value[c.sequence][c.start : c.end] for c in chunks])
+    value = torch.cat([sequences.value[c.sequence][c.start : c.end] for c in chunks]).flatten(1)
     slots = torch.cat([cache.slots(c.sequence, c.start, c.end) for c in chunks])
-    write_kv(cache.shape, key.flatten(1), value.flatten(1), cache.data, slots)
+    own_value = value if cache.shape.value_offset is None else None
+    write_kv(cache.shape, key.flatten(1), own_value, cache.data, slots)
 
 
-def attend(cache: Cache, sequences: Sequences, chunks: list[Chunk]) -> list[torch.Tensor]:
-    """One step whose keys are written: the result of each chunk, [length, num_heads, head_size]."""
+def attend(
+    cache: Cache, sequences: Sequences, chunks: list[Chunk], sinks: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """One step whose keys are written.
+
+    The result of each chunk, [length, num_heads, value_size].
+    """
     lengths = [c.end - c.start for c in chunks]
     query = torch.cat([sequences.query[c.sequence][c.start : c.end] for c in chunks]).flatten(1)
     plan = AttentionPlan()
@@ -97,13 +108,18 @@ def attend(cache: Cache, sequences: Sequences, chunks: list[Chunk]) -> list[torc
         cache.block_table[[c.sequence for c in chunks]],
         cache.num_blocks,
     )
-    out = torch.full_like(query, float("nan"))
-    paged_attention(cache.shape, plan, query, cache.data, out)
-    return list(out.view(-1, cache.shape.num_heads, cache.shape.head_size).split(lengths))
+    shape = cache.shape
+    out = query.new_full((len(query), shape.num_heads * shape.value_size), float("nan"))
+    paged_attention(shape, plan, query, cache.data, out, sinks)
+    return list(out.view(-1, shape.num_heads, shape.value_size).split(lengths))
 
 
 def reference(
-    shape: PagedAttentionShape, sequences: Sequences, chunk: Chunk, seq_len: int | None = None
+    shape: PagedAttentionShape,
+    sequences: Sequences,
+    chunk: Chunk,
+    seq_len: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in float64, from the values that the cache keeps."""
     seq_len = chunk.end if seq_len is None else seq_len
@@ -114,6 +130,8 @@ def reference(
         _kept(part[chunk.sequence][:seq_len], shape.kv_dtype).repeat_interleave(group, 1)
         for part in (sequences.key, sequences.value)
     )
+    if shape.value_offset is not None:
+        v = k[..., shape.value_offset :]
     scores = torch.einsum("qhd,khd->hqk", q, k) * shape.scale
     if shape.logits_soft_cap is not None:
         scores = shape.logits_soft_cap * torch.tanh(scores / shape.logits_soft_cap)
@@ -124,7 +142,11 @@ def reference(
         hidden |= keys > positions
     if shape.sliding_window is not None:
         hidden |= keys <= positions - shape.sliding_window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        at_last = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, at_last], dim=-1)
+    weights = scores.softmax(-1)[..., :seq_len]
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 

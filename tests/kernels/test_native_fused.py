@@ -11,7 +11,12 @@ from torch.nn import functional
 
 from tokenmill import _native
 from tokenmill.kernels.fused import (
+    activation,
+    add_layer_norm,
+    add_residual,
     add_rms_norm,
+    add_rows,
+    copy,
     empty_quantized,
     gated_activation,
     head_rms_norm,
@@ -77,6 +82,77 @@ def test_add_rms_norm(
     same_bits_by_row(lambda rows: compute(rows, before[rows].clone()), n, out) if n else None
 
 
+@pytest.mark.parametrize("starts_stream", [False, True])
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "size"), [(0, 64), (1, 1), (5, 33), (37, 576), (3, 4100)])
+def test_add_layer_norm(
+    n: int, size: int, dtype: torch.dtype, out_dtype: torch.dtype, starts_stream: bool
+) -> None:
+    x, weight, bias = torch.randn(n, size).to(dtype) + 5, torch.randn(size), torch.randn(size)
+    before = torch.full((n, size), torch.nan) if starts_stream else 3 * torch.randn(n, size)
+
+    def compute(rows: slice, residual: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(residual), size), torch.nan, dtype=out_dtype)
+        add_layer_norm(x[rows], residual, weight, bias, 1e-5, out, starts_stream=starts_stream)
+        return out
+
+    residual = before.clone()
+    out = compute(slice(None), residual)
+    total = x.float() if starts_stream else before + x
+    assert torch.equal(residual, total)
+    expected = functional.layer_norm(total.double(), (size,), weight.double(), bias.double(), 1e-5)
+    tolerance = TOLERANCE[out_dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=2 * tolerance + 1e-5)
+    same_bits_by_row(lambda rows: compute(rows, before[rows].clone()), n, out) if n else None
+
+
+@pytest.mark.parametrize("starts_stream", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_residual(dtype: torch.dtype, starts_stream: bool) -> None:
+    x, before = torch.randn(9, 100).to(dtype), torch.randn(9, 100)
+    total = x.float() if starts_stream else before + x
+    for out_dtype in DTYPES:
+        residual, out = before.clone(), torch.full((9, 100), torch.nan, dtype=out_dtype)
+        add_residual(x, residual, out, starts_stream=starts_stream)
+        assert torch.equal(residual, total)
+        assert torch.equal(out, total.to(out_dtype))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "size"), [(0, 4), (1, 1), (5, 33), (20, 768)])
+def test_rows_of_a_table_are_added(
+    n: int, size: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    x, table = torch.randn(n, size + 3).to(dtype)[:, 3:], torch.randn(11, size)
+    rows = torch.randint(0, 11, (n,))
+    out = torch.full((n, size), torch.nan, dtype=out_dtype)
+    add_rows(x, table, rows, out)
+    assert torch.equal(out, (x.float() + table[rows]).to(out_dtype))
+
+
+def test_rows_that_a_table_does_not_have_are_refused() -> None:
+    x, table = torch.randn(1, 8), torch.randn(11, 8)
+    for wrong in (-1, 11):
+        with pytest.raises(ValueError, match="rows of the table"):
+            add_rows(x, table, torch.tensor([wrong]), torch.empty(1, 8))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "parts", "size"), [(0, 1, 4), (1, 1, 1), (7, 3, 24), (40, 16, 64)])
+def test_copies_of_parts(
+    n: int, parts: int, size: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    x = torch.randn(n, parts, size + 5).to(dtype)
+    wide = torch.full((n, parts + 1, size + 9), torch.nan, dtype=out_dtype)
+    copy(x[..., 5:], wide[:, 1:, 2 : 2 + size])
+    assert torch.equal(wide[:, 1:, 2 : 2 + size], x[..., 5:].to(out_dtype))
+    wide[:, 1:, 2 : 2 + size] = torch.nan
+    assert wide.isnan().all()
+
+
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "heads", "size"), [(0, 2, 64), (1, 1, 5), (19, 3, 80), (6, 9, 64)])
@@ -125,6 +201,30 @@ def test_gated_activation(
     same_bits_by_row(compute, n, out) if n else None
 
 
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "size"), [(0, 64), (1, 1), (5, 33), (20, 1536)])
+def test_activation(
+    n: int, size: int, dtype: torch.dtype, out_dtype: torch.dtype, gate: str
+) -> None:
+    x = (4 * torch.randn(n, size)).to(dtype)
+    x[:, : size // 4] *= 100  # far tails
+
+    def compute(rows: slice) -> torch.Tensor:
+        out = torch.full(x[rows].shape, torch.nan, dtype=out_dtype)
+        activation(x[rows], gate, out)
+        return out
+
+    out = compute(slice(None))
+    exact = x.double()
+    expected = (
+        functional.silu(exact) if gate == "silu" else functional.gelu(exact, approximate="tanh")
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[out_dtype], atol=1e-5)
+    same_bits_by_row(compute, n, out) if n else None
+
+
 @pytest.mark.parametrize(("n", "size"), [(1, 32), (16, 576), (39, 1536)])
 def test_quantised_outputs_are_the_quantised_values(n: int, size: int) -> None:
     for num_threads in (1, 2):
@@ -136,6 +236,12 @@ def test_quantised_outputs_are_the_quantised_values(n: int, size: int) -> None:
         expected = quantize_rows(values)
         for part in ("codes", "scales", "scaled_sums", "sums"):
             assert torch.equal(getattr(codes, part), getattr(expected, part))
+        add_layer_norm(x, residual.clone(), weight, weight, 1e-6, values)
+        add_layer_norm(x, residual.clone(), weight, weight, 1e-6, codes)
+        assert torch.equal(codes.codes, quantize_rows(values).codes)
+        activation(x, "gelu_tanh", values)
+        activation(x, "gelu_tanh", codes)
+        assert torch.equal(codes.codes, quantize_rows(values).codes)
         gate_up = torch.randn(n, 2 * size)
         gated_activation(gate_up, "silu", values)
         gated_activation(gate_up, "silu", codes)

@@ -1,13 +1,19 @@
 """Elementwise kernels that save a pass over memory each, and sampling, natively.
 
     add_rms_norm       residual += x; RMSNorm of it    torch reference: norm.py
+    add_layer_norm     the same with LayerNorm         norm.py
+    add_residual       residual += x, and a copy of it
     head_rms_norm      RMSNorm of each head            norm.py
     gated_activation   silu(gate) * up, gelu likewise  activation.py
+    activation         silu(x), gelu likewise          activation.py
+    add_rows           x + table[rows]
+    copy               from one place to another
     sample             tokens chosen from logits       sampling/choosers.py
     score_tokens       their log-probabilities         sampling/logprobs.py
 
-The first and the third can quantise their rows on the way out, as `gemm.quantize_rows` would. A
-row's result has the same bits whatever the other rows are, and with any number of threads.
+Norms of the residual and activations can quantise their rows on the way out, as
+`gemm.quantize_rows` would. A row's result has the same bits whatever the other rows are, and with
+any number of threads.
 """
 
 from __future__ import annotations
@@ -62,6 +68,31 @@ def add_rms_norm(
     native.module().add_rms_norm(x, residual, starts_stream, weight, eps, _target(out))
 
 
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | QuantizedRows,
+    *,
+    starts_stream: bool = False,
+) -> None:
+    """As `add_rms_norm`, with LayerNorm; the bias is float32 [size]."""
+    native.module().add_layer_norm(x, residual, starts_stream, weight, bias, eps, _target(out))
+
+
+def add_residual(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    out: torch.Tensor | QuantizedRows,
+    *,
+    starts_stream: bool = False,
+) -> None:
+    """As `add_rms_norm` without a norm: out gets the sum as it is."""
+    native.module().add_residual(x, residual, starts_stream, _target(out))
+
+
 def head_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """Put the RMSNorm of each head_size values of x [N, num_heads * head_size] into out.
 
@@ -77,6 +108,28 @@ def gated_activation(gate_up: torch.Tensor, gate: Gate, out: torch.Tensor | Quan
     gate_up is bfloat16 or float32; out is one of these, or quantised.
     """
     native.module().gated_activation(gate_up, gate, _target(out))
+
+
+def activation(x: torch.Tensor, gate: Gate, out: torch.Tensor | QuantizedRows) -> None:
+    """Compute gate(x) of x [N, size] into out of that shape, as `gated_activation` does."""
+    native.module().activation(x, gate, _target(out))
+
+
+def add_rows(x: torch.Tensor, table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Compute x + table[rows] into out.
+
+    x and out are bfloat16 or float32 [N, size], the table is float32 [any, size], rows are int64
+    [N]. Raises `ValueError` for rows that the table does not have.
+    """
+    native.module().add_rows(x, table, rows, out)
+
+
+def copy(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy x [N, parts, size] into out, which may have another type of bfloat16 and float32.
+
+    Rows and parts of both may lie apart.
+    """
+    native.module().copy(x, out)
 
 
 def sample(
