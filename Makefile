@@ -19,7 +19,7 @@ SHARED := --numprocesses $(JOBS) --dist loadfile
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test test-all lint bench peers peers-setup docs clean
+.PHONY: run test test-all lint check-amx bench peers peers-setup docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/tokenmill chat "$(PROMPT)"
@@ -34,6 +34,15 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The kernels for AMX on a machine without it: tiles in plain code, beside the other kernels.
+EMULATED := build/emulated-amx
+check-amx: $(VENV)/.installed-dev
+	$(PIP) install --no-deps --upgrade --target $(EMULATED) \
+	  --config-settings=cmake.define.TOKENMILL_EMULATED_TILES=ON .
+	PYTHONPATH=$(EMULATED):$$($(BIN)/python -c "import sysconfig as s; print(s.get_path('purelib'))") \
+	  $$($(BIN)/python -c "import sys; print(sys._base_executable)") -m pytest $(SHARED) \
+	  tests/kernels tests/e2e/test_instruction_sets.py --ignore tests/kernels/gpu
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/offline.py

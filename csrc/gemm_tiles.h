@@ -6,6 +6,9 @@
 #include <cstdint>
 
 #include "common.h"
+#ifdef TOKENMILL_EMULATED_TILES
+#include "gemm_tiles_emulated.h"
+#endif
 
 namespace tokenmill {
 
@@ -21,9 +24,49 @@ struct alignas(64) TileShapes {
     rows[tile] = static_cast<std::uint8_t>(num_rows);
     row_bytes[tile] = static_cast<std::uint16_t>(num_row_bytes);
   }
+#ifdef TOKENMILL_EMULATED_TILES
+  void use() const { emulated::configure(rows, row_bytes); }
+#else
   void use() const { __asm__ volatile("ldtilecfg %0" : : "m"(*this) : "memory"); }
+#endif
 };
 static_assert(sizeof(TileShapes) == 64, "the layout is the processor's");
+
+#ifdef TOKENMILL_EMULATED_TILES
+
+static inline void release_tiles() { emulated::release(); }
+
+template <int Tile>
+static inline void zero_tile() {
+  emulated::zero(Tile);
+}
+
+template <int Tile>
+static inline void load_tile(const void* data, std::int64_t stride_bytes) {
+  emulated::load(Tile, data, stride_bytes);
+}
+
+template <int Tile>
+static inline void stream_tile(const void* data, std::int64_t stride_bytes) {
+  emulated::load(Tile, data, stride_bytes);
+}
+
+template <int Tile>
+static inline void store_tile(void* data, std::int64_t stride_bytes) {
+  emulated::store(Tile, data, stride_bytes);
+}
+
+template <int Accumulator, int Rows, int Columns>
+static inline void multiply_bf16() {
+  emulated::multiply_bf16(Accumulator, Rows, Columns);
+}
+
+template <int Accumulator, int Rows, int Columns>
+static inline void multiply_int8() {
+  emulated::multiply_int8(Accumulator, Rows, Columns);
+}
+
+#else
 
 static inline void release_tiles() { __asm__ volatile("tilerelease" : : : "memory"); }
 
@@ -64,5 +107,7 @@ static inline void multiply_int8() {
   __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0"
                    : : "i"(Accumulator), "i"(Rows), "i"(Columns));
 }
+
+#endif
 
 }  // namespace tokenmill
