@@ -129,7 +129,7 @@ FAMILIES = [
         gguf="phi3",
         not_supported="Phi-3-small, Phi-3.5-MoE, the vision models",
     ),
-    Family("olmo2", "OLMo 2", "Olmo2ForCausalLM", "Olmo2Config", is_recorded=False, gguf="olmo2"),
+    Family("olmo2", "OLMo 2", "Olmo2ForCausalLM", "Olmo2Config", gguf="olmo2"),
     Family(
         "gpt2",
         "GPT-2, DistilGPT-2",
@@ -141,7 +141,6 @@ FAMILIES = [
             "n_inner": 200,
             "scale_attn_by_inverse_layer_idx": True,
         },
-        is_recorded=False,
         runs_on_gpu=False,
     ),
     Family(
@@ -230,7 +229,6 @@ FAMILIES = [
         },
         is_recorded=False,
         runs_on_gpu=False,
-        has_native_attention=False,
     ),
     Family(
         "deepseek-v2",

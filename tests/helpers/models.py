@@ -112,9 +112,7 @@ class PagedRun:
         self._layers = model.attention_layers()
         for layer in self._layers.values():
             spec = layer.spec(dtype, block_size)
-            shape = backend.get_kv_cache_shape(
-                num_blocks, block_size, spec.num_kv_heads, spec.head_size
-            )
+            shape = backend.get_kv_cache_shape(spec, num_blocks)
             cache = torch.full(shape, torch.nan, dtype=getattr(torch, dtype))
             layer.bind(backend.make_impl(spec), cache)
         limits = CacheLimits(num_blocks, 64, 4096, 4096)

@@ -27,6 +27,8 @@ SPECS = {
     "soft cap": replace(SPEC, logits_soft_cap=1.5, block_size=256),
     "large scores": replace(SPEC, scale=40.0),
     "sinks": replace(SPEC, has_sinks=True, sliding_window=40),
+    "values in keys": replace(SPEC, num_kv_heads=1, value_offset=9, has_sinks=True),
+    "values that are keys": replace(SPEC, value_offset=0, sliding_window=20, block_size=8),
     "bfloat16": replace(SPEC, dtype="bfloat16"),
     "float16": replace(SPEC, dtype="float16"),
 }
@@ -86,7 +88,7 @@ def run_backend(spec, batch, causal, seed=0):
     if spec.has_sinks:
         impl.sinks = sinks_of(spec)
     builder = backend.make_metadata_builder(spec, CacheLimits(num_blocks, 64, 4096, 4096))
-    shape = backend.get_kv_cache_shape(num_blocks, size, spec.num_kv_heads, spec.head_size)
+    shape = backend.get_kv_cache_shape(spec, num_blocks)
     cache = torch.full(shape, torch.nan, dtype=dtype)
     kv = [
         torch.randn(2, length, spec.num_kv_heads, spec.head_size, generator=generator).to(dtype)
@@ -130,7 +132,10 @@ def run_backend(spec, batch, causal, seed=0):
     query = torch.randn(sum(query_lens), heads, spec.head_size, generator=generator)
     query = query.to(dtype)
     metadata = builder.build(common(query_lens, seq_lens))
-    found = impl.forward(query.flatten(1), key, value, None, cache, metadata).view(query.shape)
+    found = impl.forward(query.flatten(1), key, value, None, cache, metadata)
+    found = found.view(-1, heads, spec.value_size)
+    if spec.value_offset is not None:
+        kv = [(x[0], x[0][..., spec.value_offset :]) for x in kv]
     expected = [
         naive(spec, q, x[0], x[1], causal) for q, x in zip(query.split(query_lens), kv, strict=True)
     ]

@@ -37,10 +37,18 @@ class AttentionSpec:
     """Whether a query sees only keys up to its own; else all of its request."""
     has_sinks: bool = False
     """Whether each head has a logit without a value of its own in its softmax."""
+    value_offset: int | None = None
+    """Where values are parts of keys: a token's values are those of its key from here on, and are
+    not stored. The part of the key that is rotated lies in front of them."""
     device: str = "cpu"
     """`cpu` or `cuda`"""
     exact: bool = True
     """Whether a token's bits must not depend on how its request is batched and cut."""
+
+    @property
+    def value_size(self) -> int:
+        """Values of a head in the result."""
+        return self.head_size - (self.value_offset or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +117,10 @@ class AttentionImpl(Protocol):
         """Rotate queries and keys, store K and V in the slots of the step, and attend.
 
         Query [num_tokens, num_heads * head_size], key and value [num_tokens,
-        num_kv_heads * head_size], rows may lie apart; the result has the query's shape. K and V of
-        this step are read back from the cache, so that a token's result does not depend on which
-        step computed its neighbours.
+        num_kv_heads * head_size], rows may lie apart; the result is [num_tokens,
+        num_heads * value_size]. With a `value_offset`, the value is the key and need not be read.
+        K and V of this step are read back from the cache, so that a token's result does not depend
+        on which step computed its neighbours.
         """
         ...
 
@@ -139,16 +148,10 @@ class AttentionBackend(Protocol):
         """Why this backend cannot serve `spec` on this machine; empty if it can."""
         ...
 
-    def get_kv_cache_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        kv_dtype: str | None = None,
-    ) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor; its dtype is the spec's `kv_dtype`, or else `dtype`,
-        and the same goes for the argument.
+    def get_kv_cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        """Shape of one layer's cache tensor; its dtype is the spec's `kv_dtype`, or else `dtype`.
+
+        One of the first two dimensions is `num_blocks`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Attention by the native kernels: activations in bfloat16 or float32, processors with AVX-512.
+"""Attention by the native kernels: activations in bfloat16 or float32, processors with AVX2.
 
 The cache has a layout of its own (`kernels/paged_attention.py`).
 """
@@ -47,8 +47,6 @@ class CpuBackend:
     def unsupported_reasons(self, spec: AttentionSpec) -> list[str]:
         if spec.device != "cpu":
             return [f"runs on a CPU, not on {spec.device}"]
-        if spec.has_sinks:
-            return ["it has no attention sinks"]
         if spec.dtype not in _DTYPES:
             return [f"dtype {spec.dtype!r} is not one of {', '.join(_DTYPES)}"]
         return unsupported_reasons(
@@ -57,24 +55,24 @@ class CpuBackend:
             spec.num_kv_heads,
             spec.head_size,
             spec.block_size,
+            spec.value_offset,
         )
 
-    def get_kv_cache_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        kv_dtype: str | None = None,
-    ) -> tuple[int, ...]:
-        kv_dtype = kv_dtype or _DTYPES[0]  # the shape is the same for all of them
-        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, kv_dtype)
+    def get_kv_cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        return kv_cache_shape(
+            num_blocks,
+            spec.block_size,
+            spec.num_kv_heads,
+            spec.head_size,
+            spec.kv_dtype or spec.dtype,
+            spec.value_offset,
+        )
 
     def make_metadata_builder(self, spec: AttentionSpec, limits: CacheLimits) -> CpuMetadataBuilder:
         return CpuMetadataBuilder(_shape(spec), limits.num_blocks)
 
     def make_impl(self, spec: AttentionSpec) -> CpuImpl:
-        return CpuImpl(_shape(spec))
+        return CpuImpl(_shape(spec), has_sinks=spec.has_sinks)
 
 
 def _shape(spec: AttentionSpec) -> PagedAttentionShape:
@@ -88,6 +86,7 @@ def _shape(spec: AttentionSpec) -> PagedAttentionShape:
         logits_soft_cap=spec.logits_soft_cap,
         sliding_window=spec.sliding_window,
         causal=spec.causal,
+        value_offset=spec.value_offset,
     )
 
 
@@ -114,8 +113,10 @@ class CpuMetadataBuilder:
 class CpuImpl:
     """One layer's attention."""
 
-    def __init__(self, shape: PagedAttentionShape) -> None:
+    def __init__(self, shape: PagedAttentionShape, *, has_sinks: bool) -> None:
         self._shape = shape
+        self._has_sinks = has_sinks
+        self.sinks: torch.Tensor | None = None
 
     def forward(
         self,
@@ -127,16 +128,19 @@ class CpuImpl:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         assert isinstance(metadata, CpuMetadata)
-        out = arena.empty(*query.shape, dtype=query.dtype)
+        assert self._has_sinks == (self.sinks is not None)
+        shape = self._shape
+        stored = value if shape.value_offset is None else None
+        out = arena.empty(len(query), shape.num_heads * shape.value_size, dtype=query.dtype)
         if rotation is None:
-            write_kv(self._shape, key, value, kv_cache, metadata.slot_mapping)
+            write_kv(shape, key, stored, kv_cache, metadata.slot_mapping)
         else:
             rotated = arena.empty(*query.shape, dtype=query.dtype)
             rotate_and_write_kv(
-                self._shape,
+                shape,
                 query,
                 key,
-                value,
+                stored,
                 kv_cache,
                 metadata.slot_mapping,
                 rotation.positions,
@@ -145,5 +149,5 @@ class CpuImpl:
                 rotated,
             )
             query = rotated
-        paged_attention(self._shape, metadata.plan, query, kv_cache, out)
+        paged_attention(shape, metadata.plan, query, kv_cache, out, self.sinks)
         return out

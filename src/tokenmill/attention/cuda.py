@@ -14,11 +14,9 @@ from tokenmill.attention.backend import AttentionSpec, Rotation
 from tokenmill.errors import ConfigError
 
 
-def kv_cache_shape(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-) -> tuple[int, ...]:
+def kv_cache_shape(spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
     """The layout of `kernels/gpu`, of FlashInfer (NHD), and of FlashAttention by half."""
-    return (num_blocks, 2, block_size, num_kv_heads, head_size)
+    return (num_blocks, 2, spec.block_size, spec.num_kv_heads, spec.head_size)
 
 
 def is_interpreted() -> bool:

@@ -29,7 +29,13 @@ from tokenmill.attention.cuda import (
     kv_cache_shape,
     write_step,
 )
-from tokenmill.attention.reasons import dtype_reasons, exact_reasons, shape_reasons
+from tokenmill.attention.reasons import (
+    dtype_reasons,
+    exact_reasons,
+    no_latents_reasons,
+    no_sinks_reasons,
+    shape_reasons,
+)
 
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_SIZE = 256
@@ -84,9 +90,9 @@ class FlashBackend:
             *dtype_reasons(spec, DTYPES),
             *shape_reasons(spec, MAX_HEAD_SIZE),
             *exact_reasons(spec),
+            *no_sinks_reasons(spec),
+            *no_latents_reasons(spec),
         ]
-        if spec.has_sinks:
-            reasons.append("it has no attention sinks")
         if spec.head_size % HEAD_SIZE_UNIT:
             reasons.append(f"head size {spec.head_size} is not a multiple of {HEAD_SIZE_UNIT}")
         if find_version_3() is None:
@@ -100,15 +106,8 @@ class FlashBackend:
                 )
         return reasons
 
-    def get_kv_cache_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        kv_dtype: str | None = None,
-    ) -> tuple[int, ...]:
-        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+    def get_kv_cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        return kv_cache_shape(spec, num_blocks)
 
     def make_metadata_builder(
         self, spec: AttentionSpec, limits: CacheLimits

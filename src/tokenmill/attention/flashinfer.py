@@ -27,7 +27,12 @@ from tokenmill.attention.cuda import (
     refuse_recording,
     write_step,
 )
-from tokenmill.attention.reasons import dtype_reasons, exact_reasons, shape_reasons
+from tokenmill.attention.reasons import (
+    dtype_reasons,
+    exact_reasons,
+    no_latents_reasons,
+    shape_reasons,
+)
 from tokenmill.config.dtypes import FLOAT8
 
 DTYPES = ("bfloat16", "float16")
@@ -68,6 +73,7 @@ class FlashInferBackend:
             *dtype_reasons(spec, DTYPES, (FLOAT8,)),
             *shape_reasons(spec, max(HEAD_SIZES)),
             *exact_reasons(spec),
+            *no_latents_reasons(spec),
         ]
         if spec.head_size not in HEAD_SIZES:
             sizes = ", ".join(map(str, HEAD_SIZES))
@@ -79,15 +85,8 @@ class FlashInferBackend:
             reasons.append(module)
         return reasons
 
-    def get_kv_cache_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        kv_dtype: str | None = None,
-    ) -> tuple[int, ...]:
-        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+    def get_kv_cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        return kv_cache_shape(spec, num_blocks)
 
     def make_metadata_builder(
         self, spec: AttentionSpec, limits: CacheLimits

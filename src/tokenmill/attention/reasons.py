@@ -30,6 +30,18 @@ def dtype_reasons(
     return reasons
 
 
+def no_sinks_reasons(spec: AttentionSpec) -> list[str]:
+    """Why a backend without sinks cannot serve `spec`."""
+    return ["it has no attention sinks"] if spec.has_sinks else []
+
+
+def no_latents_reasons(spec: AttentionSpec) -> list[str]:
+    """Why a backend that stores the values of every key cannot serve `spec`."""
+    if spec.value_offset is None:
+        return []
+    return ["it stores keys and values apart, and this layer's values are parts of its keys"]
+
+
 def exact_reasons(spec: AttentionSpec) -> list[str]:
     """Why a library that splits work by the size of the batch cannot serve `spec`."""
     if not spec.exact:

@@ -17,7 +17,7 @@ so a query computes the same alone, in a prompt, or in a batch.
 `reference_plan.py` cuts a step into groups of tiles and their partitions.
 
 Cache layout: [2, num_blocks, num_kv_heads, block_size, head_size], K first, so that a partition of
-one head is a few contiguous runs.
+one head is a few contiguous runs. Where values are parts of keys, there is only K.
 """
 
 from __future__ import annotations
@@ -63,15 +63,9 @@ class ReferenceBackend:
             reasons.append(f"block_size {spec.block_size} does not divide {PARTITION}")
         return reasons
 
-    def get_kv_cache_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        kv_dtype: str | None = None,
-    ) -> tuple[int, ...]:
-        return (2, num_blocks, num_kv_heads, block_size, head_size)
+    def get_kv_cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        parts = 2 if spec.value_offset is None else 1
+        return (parts, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size)
 
     def make_metadata_builder(
         self, spec: AttentionSpec, limits: CacheLimits
@@ -117,15 +111,15 @@ class ReferenceImpl:
         kv_cache: torch.Tensor,
         metadata: ReferenceMetadata,
     ) -> None:
-        for cache, new in zip(kv_cache, (key, value), strict=True):
+        for cache, new in zip(kv_cache, (key, value), strict=False):  # V may not be there
             rows = new.reshape(-1, self._spec.head_size).to(cache.dtype)
             cache.view(-1, self._spec.head_size).index_copy_(0, metadata.kv_rows, rows)
 
     def _attend_groups(
         self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: ReferenceMetadata
     ) -> torch.Tensor:
-        """Output [num_tokens, num_heads, head_size] of query of that shape."""
-        out = torch.empty_like(query)
+        """Output [num_tokens, num_heads, value_size] of query [..., head_size]."""
+        out = query.new_empty(*query.shape[:2], self._spec.value_size)
         scaled = query.float() * self._spec.scale
         padded = torch.cat([scaled, scaled.new_zeros(1, *query.shape[1:])])
         for group in metadata.groups:
@@ -134,21 +128,23 @@ class ReferenceImpl:
         return out
 
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, group: Group) -> torch.Tensor:
-        """Output [num_pieces * num_tiles * queries, num_heads, head_size] of one group."""
+        """Output [num_pieces * num_tiles * queries, num_heads, value_size] of one group."""
         heads, size = self._spec.num_kv_heads, self._spec.head_size
         # [pieces, tiles, queries, KV heads, heads per KV head, size]: a tile's rows side by side
         shape = (group.num_pieces, group.num_tiles, self._queries, heads, -1, size)
         tiles = query[group.tile_tokens].view(shape).permute(0, 3, 1, 2, 4, 5)
         tiles = tiles.reshape(group.num_pieces * heads, group.num_tiles, -1, size)
         peak, total = self._start(tiles.shape[:-1])
-        out = torch.zeros_like(tiles)
+        out = tiles.new_zeros(*tiles.shape[:-1], self._spec.value_size)
         for partition in group.partitions:
             n = partition.num_pieces * heads
-            key, value = (self._read(cache, partition) for cache in kv_cache)
+            key, *stored = (self._read(cache, partition) for cache in kv_cache)
+            value = stored[0] if stored else key[..., self._spec.value_offset :].contiguous()
             self._fold(tiles[:n], key, value, partition.mask, peak[:n], total[:n], out[:n])
         out /= total
-        out = out.view(group.num_pieces, heads, group.num_tiles, self._queries, -1, size)
-        return out.permute(0, 2, 3, 1, 4, 5).reshape(-1, self._spec.num_heads, size)
+        value_size = self._spec.value_size
+        out = out.view(group.num_pieces, heads, group.num_tiles, self._queries, -1, value_size)
+        return out.permute(0, 2, 3, 1, 4, 5).reshape(-1, self._spec.num_heads, value_size)
 
     def _start(self, rows: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """Maximum and sum of each row before its first key, float32 [*rows, 1].

@@ -21,7 +21,13 @@ from tokenmill.attention.cuda import (
     kv_cache_shape,
     refuse_recording,
 )
-from tokenmill.attention.reasons import dtype_reasons, exact_reasons, shape_reasons
+from tokenmill.attention.reasons import (
+    dtype_reasons,
+    exact_reasons,
+    no_latents_reasons,
+    no_sinks_reasons,
+    shape_reasons,
+)
 from tokenmill.config.dtypes import FLOAT8
 from tokenmill.kernels.rotary import apply_rotary
 
@@ -64,22 +70,15 @@ class SdpaBackend:
             *dtype_reasons(spec, DTYPES, (FLOAT8,)),
             *shape_reasons(spec, MAX_HEAD_SIZE),
             *exact_reasons(spec),
+            *no_sinks_reasons(spec),
+            *no_latents_reasons(spec),
         ]
-        if spec.has_sinks:
-            reasons.append("it has no attention sinks")
         if spec.logits_soft_cap is not None:
             reasons.append("it has no soft cap of logits")
         return reasons
 
-    def get_kv_cache_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        kv_dtype: str | None = None,
-    ) -> tuple[int, ...]:
-        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+    def get_kv_cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        return kv_cache_shape(spec, num_blocks)
 
     def make_metadata_builder(
         self, spec: AttentionSpec, limits: CacheLimits

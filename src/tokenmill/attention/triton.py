@@ -20,7 +20,7 @@ from tokenmill.attention.cuda import (
     kv_cache_shape,
     write_step,
 )
-from tokenmill.attention.reasons import dtype_reasons, shape_reasons
+from tokenmill.attention.reasons import dtype_reasons, no_latents_reasons, shape_reasons
 from tokenmill.config.dtypes import FLOAT8
 
 if TYPE_CHECKING:
@@ -51,17 +51,11 @@ class TritonBackend:
             *device_reasons(spec, lowest),
             *dtype_reasons(spec, DTYPES, (FLOAT8,)),
             *shape_reasons(spec, MAX_HEAD_SIZE),
+            *no_latents_reasons(spec),
         ]
 
-    def get_kv_cache_shape(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        kv_dtype: str | None = None,
-    ) -> tuple[int, ...]:
-        return kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+    def get_kv_cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        return kv_cache_shape(spec, num_blocks)
 
     def make_metadata_builder(
         self, spec: AttentionSpec, limits: CacheLimits

@@ -95,7 +95,8 @@ class Weights:
 
 def kv_bytes_per_token(parameters: ModelParameters, kv_dtype: str) -> int:
     """Bytes of one token's K and V in all layers."""
-    per_layer = 2 * parameters.num_kv_heads * kv_head_bytes(parameters.head_size, kv_dtype)
+    parts = 2 if parameters.stores_values else 1
+    per_layer = parts * parameters.num_kv_heads * kv_head_bytes(parameters.head_size, kv_dtype)
     return parameters.num_layers * per_layer
 
 

@@ -26,10 +26,16 @@ class ModelParameters:
     vocab_size: int
     max_context: int
     """Tokens the model was made for, RoPE scaling included."""
+    stores_values: bool = True
+    """Whether the KV cache holds values; else they are parts of keys (latent attention)."""
 
 
-def read_parameters(config: Mapping[str, Any]) -> ModelParameters:
-    """Read and check the sizes. Raises `ConfigError` that names the key at fault."""
+def read_parameters(config: Mapping[str, Any], *, caches_latents: bool = True) -> ModelParameters:
+    """Read and check the sizes. Raises `ConfigError` that names the key at fault.
+
+    Models with latent attention keep one latent for all heads, or else, unless `caches_latents`,
+    the keys and values that are made of it.
+    """
     config = standard_names(config)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
@@ -41,9 +47,11 @@ def read_parameters(config: Mapping[str, Any]) -> ModelParameters:
     hidden_size = positive_int(config, "hidden_size")
     num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
     head_size = positive_int(config, "head_dim", hidden_size // num_heads)
-    if config.get("kv_lora_rank") is not None:  # one latent for all heads, with a rotated key
-        num_kv_heads = 1
-        head_size = positive_int(config, "kv_lora_rank") + positive_int(config, "qk_rope_head_dim")
+    if config.get("kv_lora_rank") is not None:
+        rotated = positive_int(config, "qk_rope_head_dim")
+        num_kv_heads = 1 if caches_latents else num_heads
+        kept = "kv_lora_rank" if caches_latents else "qk_nope_head_dim"
+        head_size = positive_int(config, kept) + rotated
     return ModelParameters(
         architecture=str(architectures[0]),
         num_layers=positive_int(config, "num_hidden_layers"),
@@ -54,6 +62,7 @@ def read_parameters(config: Mapping[str, Any]) -> ModelParameters:
         head_size=head_size,
         vocab_size=positive_int(config, "vocab_size"),
         max_context=_max_context(config),
+        stores_values=config.get("kv_lora_rank") is None or not caches_latents,
     )
 
 

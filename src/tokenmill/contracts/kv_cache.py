@@ -28,11 +28,14 @@ class KVCacheSpec:
     kind: KVCacheKind = KVCacheKind.FULL
     sliding_window: int | None = None
     """Tokens that a query sees, itself included; None sees all."""
+    stores_values: bool = True
+    """Whether values are stored; else they are parts of keys."""
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V in this layer."""
-        return 2 * self.num_kv_heads * kv_head_bytes(self.head_size, self.dtype)
+        parts = 2 if self.stores_values else 1
+        return parts * self.num_kv_heads * kv_head_bytes(self.head_size, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,11 @@ class Attention(nn.Module):
         logits_soft_cap: float | None = None,
         has_sinks: bool = False,
         causal: bool = True,
+        value_offset: int | None = None,
     ) -> None:
-        """With `has_sinks`, each head has a score without a value in its softmax, a weight."""
+        """With `has_sinks`, each head has a score without a value in its softmax, a weight. With
+        `value_offset`, values are those of the keys from there on, and are not stored.
+        """
         super().__init__()
         self.layer_name = layer_name
         self.num_heads = num_heads
@@ -45,6 +48,7 @@ class Attention(nn.Module):
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
         self.causal = causal
+        self.value_offset = value_offset
         self.sinks = empty_parameter(num_heads, dtype=torch.float32) if has_sinks else None
         self._impl: AttentionImpl | None = None
         self._kv_cache: torch.Tensor | None = None
@@ -66,6 +70,7 @@ class Attention(nn.Module):
             logits_soft_cap=self.logits_soft_cap,
             causal=self.causal,
             has_sinks=self.sinks is not None,
+            value_offset=self.value_offset,
         )
 
     def kv_cache_spec(self, dtype: str) -> KVCacheSpec:
@@ -76,6 +81,7 @@ class Attention(nn.Module):
             dtype=dtype,
             kind=KVCacheKind.SLIDING_WINDOW if self.sliding_window else KVCacheKind.FULL,
             sliding_window=self.sliding_window,
+            stores_values=self.value_offset is None,
         )
 
     def bind(self, impl: AttentionImpl, kv_cache: torch.Tensor) -> None:
@@ -93,9 +99,10 @@ class Attention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend from query [N, num_heads * head_size]; the result has its shape.
+        """Attend from query [N, num_heads * head_size]: [N, num_heads * value_size].
 
-        Key and value are [N, num_kv_heads * head_size]. None of them is rotated yet.
+        Key and value are [N, num_kv_heads * head_size]. None of them is rotated yet. Where values
+        are parts of keys, `value` is the key.
         """
         if self._impl is None or self._kv_cache is None:
             raise RuntimeError(f"Attention layer {self.layer_name!r} has no KV cache: call bind.")

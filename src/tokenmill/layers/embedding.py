@@ -1,4 +1,4 @@
-"""Token embeddings, and the output head over the vocabulary."""
+"""Embeddings of tokens and of positions, and the output head over the vocabulary."""
 
 from __future__ import annotations
 
@@ -6,9 +6,25 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tokenmill.layers.kernels import LayerKernels
-from tokenmill.layers.weights import WeightSlot
+from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+
+
+class EmbeddingTable(nn.Module):
+    """Rows to look up, in float32: of positions, of types."""
+
+    def __init__(self, num_rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = empty_parameter(num_rows, size, dtype=torch.float32)
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield parameter_slot(f"{prefix}.weight", self.weight)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """int64 [N] to float32 [N, size]."""
+        return functional.embedding(rows, self.weight)
 
 
 class VocabEmbedding(nn.Module):

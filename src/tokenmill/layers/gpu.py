@@ -35,6 +35,7 @@ from tokenmill.kernels.gpu.norm import add_rms_norm, add_rms_norm_quantize
 from tokenmill.kernels.gpu.row_quantization import quantize_rows
 from tokenmill.kernels.linear import linear_float32
 from tokenmill.layers.linear_method import Activations, LinearMethod
+from tokenmill.layers.torch_rows import TorchRows
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
 from tokenmill.quantization.dequantize import dequantize
 from tokenmill.quantization.four_bit import FOUR_BIT_FORMATS, GROUP_SIZE, four_bit_parts
@@ -42,7 +43,7 @@ from tokenmill.quantization.four_bit import FOUR_BIT_FORMATS, GROUP_SIZE, four_b
 WeightFormat = Literal["plain", "fp8", "int4"]
 
 
-class GpuKernels:
+class GpuKernels(TorchRows):
     """The kernels of a layer on one device and one stream."""
 
     has_torch_path = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -63,6 +64,48 @@ class LayerKernels(Protocol):
 
     def gated_activation(self, gate_up: torch.Tensor, gate: Gate, out: Activations) -> None:
         """Put activation(first half) * second half of gate_up [N, 2 * size] into `out`."""
+        ...
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        out: Activations,
+    ) -> torch.Tensor:
+        """As `add_rms_norm`, with LayerNorm."""
+        ...
+
+    def add_residual(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: Activations
+    ) -> torch.Tensor:
+        """As `add_rms_norm`, with the sum itself in `out`."""
+        ...
+
+    def activation(self, x: torch.Tensor, gate: Gate, out: Activations) -> None:
+        """Put the activation of x [N, size] into `out`."""
+        ...
+
+    def add_rows(self, x: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Add table[rows] to x [N, size]: float32.
+
+        The table is float32 [any, size], rows are int64 [N].
+        """
+        ...
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy x [N, parts, size] into out of that shape; rows and parts of both may lie apart."""
+        ...
+
+    def project_parts(
+        self, methods: Sequence[LinearMethod], x: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Put x [N, parts, in_features], a matrix for each part, into out [N, parts, out_features].
+
+        Rows and parts of both may lie apart.
+        """
         ...
 
 

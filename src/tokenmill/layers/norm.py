@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from tokenmill.kernels.norm import layer_norm
 from tokenmill.layers.kernels import LayerKernels, require_torch_path
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
@@ -62,6 +61,10 @@ class BranchRMSNorm(RMSNorm):
         """Normalised x, [N, hidden_size]."""
         return super().forward(x)[0]
 
+    def in_place(self, x: torch.Tensor) -> None:
+        """Normalise x, [N, hidden_size], whose rows may lie apart."""
+        self.kernels.add_rms_norm(x, None, self.weight, self.eps, x)
+
 
 class HeadRMSNorm(nn.Module):
     """RMSNorm of each head by itself, with one weight for all heads."""
@@ -84,17 +87,24 @@ class HeadRMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """As `RMSNorm`, with mean and bias, in torch; there is no recorded kernel."""
+    """As `RMSNorm`, with mean and bias."""
 
     def __init__(
-        self, hidden_size: int, eps: float, *, dtype: torch.dtype, kernels: LayerKernels
+        self,
+        hidden_size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        kernels: LayerKernels,
+        empty_out: Callable[[int], Activations] | None = None,
     ) -> None:
         super().__init__()
         require_torch_path(kernels, "LayerNorm")
         self.weight = empty_parameter(hidden_size, dtype=torch.float32)
         self.bias = empty_parameter(hidden_size, dtype=torch.float32)
         self.eps = eps
-        self.dtype = dtype
+        self.kernels = kernels
+        self.empty_out = empty_out or (lambda num_rows: kernels.empty(num_rows, hidden_size, dtype))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield parameter_slot(f"{prefix}.weight", self.weight)
@@ -102,22 +112,25 @@ class LayerNorm(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalised [N, hidden_size] in the model's dtype, and the new residual, float32."""
-        residual = x.float() if residual is None else residual + x
-        return layer_norm(residual, self.weight, self.bias, self.eps).to(self.dtype), residual
+    ) -> tuple[Activations, torch.Tensor]:
+        """Normalised [N, hidden_size], and the new residual, as of `RMSNorm`."""
+        out = self.empty_out(len(x))
+        residual = self.kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps, out)
+        return out, residual
 
 
 class ResidualAdd(nn.Module):
-    """The residual stream as it is: for blocks that read it without a norm. In torch."""
+    """The residual stream as it is: for blocks that read it without a norm."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: LayerKernels, empty_out: Callable[[int], Activations]) -> None:
+        """`empty_out` makes room for what is read, the `empty_input` of the block."""
         super().__init__()
-        self.dtype = dtype
+        self.kernels = kernels
+        self.empty_out = empty_out
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new residual in the model's dtype, and in float32: [N, hidden_size]."""
-        residual = x.float() if residual is None else residual + x
-        return residual.to(self.dtype), residual
+    ) -> tuple[Activations, torch.Tensor]:
+        """The new residual as it is read, and in float32: [N, hidden_size]."""
+        out = self.empty_out(len(x))
+        return out, self.kernels.add_residual(x, residual, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -16,7 +16,6 @@ from tokenmill.kernels.gemm import (
     BLOCK_VALUES,
     GROUP_SIZE,
     PANEL_COLUMNS,
-    PackedBf16,
     PackedBlocks,
     PackedFloat32,
     QuantizedRows,
@@ -25,12 +24,10 @@ from tokenmill.kernels.gemm import (
     gemm_float32,
     quantize_rows,
 )
-from tokenmill.layers.linear_method import Activations
+from tokenmill.layers.linear_method import Activations, LinearMethod
+from tokenmill.layers.pack_parts import PackedWeight, pack_parts
 from tokenmill.layers.weights import WeightSlot
-from tokenmill.quantization.dequantize import dequantize, plain_values, rows_in_order
-from tokenmill.quantization.packed_blocks import QUANTIZED_TYPES, Quantization
-
-PackedWeight = PackedBf16 | PackedFloat32 | PackedBlocks
+from tokenmill.quantization.packed_blocks import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +75,11 @@ class PackedLinearMethod:
     ) -> torch.Tensor:
         num_rows = x.num_rows if isinstance(x, QuantizedRows) else len(x)
         out = arena.empty(num_rows, self.out_features, dtype=out_dtype)
+        self.project_into(x, bias, out)
+        return out
+
+    def project_into(self, x: Activations, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """As `project`, into out [N, out_features], whose rows may lie apart, like those of x."""
         for span in self._spans:
             part = out[:, span.rows]
             part_bias = None if bias is None else bias[span.rows]
@@ -91,7 +93,6 @@ class PackedLinearMethod:
                 gemm_float32(x, span.weight, part_bias, out=part)
             else:
                 gemm_bf16(x, span.weight, part_bias, out=part)
-        return out
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         (span,) = self._spans
@@ -103,7 +104,7 @@ class PackedLinearMethod:
         for parts in self._spans_of(in_order):
             key = self._packed_format(parts[0])
             stop = start + sum(part.shape[0] for part in parts)
-            self._spans.append(_Span(slice(start, stop), _pack_parts(key, parts)))
+            self._spans.append(_Span(slice(start, stop), pack_parts(key, parts)))
             start = stop
         self._loaded.clear()
 
@@ -163,11 +164,31 @@ class NativeKernels:
         out: Activations,
     ) -> torch.Tensor:
         assert not isinstance(out, Float8Rows)
-        starts_stream = residual is None
-        if residual is None:
-            residual = arena.empty(*x.shape, dtype=torch.float32)
-        fused.add_rms_norm(x, residual, weight, eps, out, starts_stream=starts_stream)
-        return residual
+        stream, starts_stream = _stream(x, residual)
+        fused.add_rms_norm(x, stream, weight, eps, out, starts_stream=starts_stream)
+        return stream
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        out: Activations,
+    ) -> torch.Tensor:
+        assert not isinstance(out, Float8Rows)
+        stream, starts_stream = _stream(x, residual)
+        fused.add_layer_norm(x, stream, weight, bias, eps, out, starts_stream=starts_stream)
+        return stream
+
+    def add_residual(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: Activations
+    ) -> torch.Tensor:
+        assert not isinstance(out, Float8Rows)
+        stream, starts_stream = _stream(x, residual)
+        fused.add_residual(x, stream, out, starts_stream=starts_stream)
+        return stream
 
     def head_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = arena.empty(*x.shape, dtype=x.dtype)
@@ -178,34 +199,28 @@ class NativeKernels:
         assert not isinstance(out, Float8Rows)
         fused.gated_activation(gate_up, gate, out)
 
+    def activation(self, x: torch.Tensor, gate: Gate, out: Activations) -> None:
+        assert not isinstance(out, Float8Rows)
+        fused.activation(x, gate, out)
 
-def _pack_parts(packed_format: str, parts: list[RawTensor]) -> PackedWeight:
-    num_rows, num_columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    if packed_format == "bfloat16":
-        return PackedBf16.pack(_joined([dequantize(part, torch.bfloat16) for part in parts]))
-    if packed_format == "float32":
-        return PackedFloat32.pack(_joined([dequantize(part, torch.float32) for part in parts]))
-    if packed_format in QUANTIZED_TYPES:
-        weight = _joined([plain_values(part) for part in parts])
-        return PackedBlocks.quantize(QUANTIZED_TYPES[packed_format], weight)
-    if packed_format.startswith(PACKED_PREFIX):
-        block_type = packed_format.removeprefix(PACKED_PREFIX)
-        return PackedBlocks(_in_one_piece(parts), block_type, num_rows, num_columns)
-    raw = _joined([rows_in_order(part) for part in parts])
-    return PackedBlocks.pack(packed_format, raw, num_rows, num_columns)
+    def add_rows(self, x: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        out = arena.empty(*x.shape, dtype=torch.float32)
+        fused.add_rows(x, table, rows, out)
+        return out
 
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        fused.copy(x, out)
 
-def _in_one_piece(parts: list[RawTensor]) -> torch.Tensor:
-    """The bytes of panels that lie behind one another: a view of the file where they do there."""
-    first, total = parts[0].data, sum(part.data.numel() for part in parts)
-    ends = [part.data.data_ptr() + part.data.numel() for part in parts]
-    if all(part.data.data_ptr() == end for part, end in zip(parts[1:], ends, strict=False)):
-        return first.as_strided((total,), (1,))
-    joined = PackedBlocks.empty_buffer(total)
-    torch.cat([part.data for part in parts], out=joined)
-    return joined
+    def project_parts(
+        self, methods: Sequence[LinearMethod], x: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        for part, method in enumerate(methods):
+            assert isinstance(method, PackedLinearMethod)
+            method.project_into(x[:, part], None, out[:, part])
 
 
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor of all rows; a single one is not copied."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def _stream(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
+    """The residual, or room for the one that begins with x; and whether it begins."""
+    if residual is not None:
+        return residual, False
+    return arena.empty(*x.shape, dtype=torch.float32), True

@@ -9,6 +9,7 @@ from tokenmill.kernels.activation import Gate, gated_activation
 from tokenmill.kernels.linear import linear, linear_float32
 from tokenmill.kernels.norm import rms_norm
 from tokenmill.layers.linear_method import Activations
+from tokenmill.layers.torch_rows import TorchRows
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
 
 
@@ -39,7 +40,7 @@ class PlainLinearMethod(nn.Module):
         return self.weight[ids]
 
 
-class PlainKernels:
+class PlainKernels(TorchRows):
     """Every kernel of a layer in torch."""
 
     has_torch_path = True

@@ -11,7 +11,7 @@ of classifiers:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -26,11 +26,10 @@ from tokenmill.errors import ConfigError, shown
 from tokenmill.kernels.activation import activation
 from tokenmill.kernels.gelu import gelu
 from tokenmill.layers.attention import Attention
-from tokenmill.layers.embedding import VocabEmbedding
+from tokenmill.layers.embedding import EmbeddingTable, VocabEmbedding
 from tokenmill.layers.kernels import LayerKernels, layer_kernels
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.norm import LayerNorm
-from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
 from tokenmill.models.base import IntermediateTensors
 from tokenmill.models.config import norm_eps
 from tokenmill.models.decoder import named_attention
@@ -109,21 +108,6 @@ class _Parts:
         return LayerNorm(
             sizes.hidden_size, self.config.norm_eps, dtype=torch.float32, kernels=self.kernels
         )
-
-
-class EmbeddingTable(nn.Module):
-    """Rows to look up, in float32."""
-
-    def __init__(self, num_rows: int, size: int) -> None:
-        super().__init__()
-        self.weight = empty_parameter(num_rows, size, dtype=torch.float32)
-
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        yield parameter_slot(f"{prefix}.weight", self.weight)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """int64 [N] to float32 [N, size]."""
-        return functional.embedding(rows, self.weight)
 
 
 class BertEmbeddings(nn.Module):

@@ -6,13 +6,15 @@ result instead, so that attention works on the cache as it is, with one KV head:
 
     query of a head   | rotated part | K^T * other part |      K, V [features, latent] of a head
     key of a token    | rotated key  | latent           |
-    value of a token  | (not used)   | latent           |      result of a head: V * sum of latents
+    value of a token                 | latent           |      result of a head: V * sum of latents
+
+The cache holds keys; values are parts of them.
 
     V2    experts by softmax; the best groups of experts by their best
     V3    experts by logistic scores, chosen with a bias; the best groups by their best two
 
-Checkpoints rotate neighbouring pairs; the rows that make these parts are put in order when they are
-loaded. A token's keys take two latents of memory, as the cache holds keys and values apart.
+Checkpoints rotate neighbouring pairs, and have the rotated part behind the other; the rows that
+make these parts are put in order when they are loaded.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class LatentMaps(nn.Module):
         super().__init__()
         self.key_size, self.value_size, self.latent = key_size, value_size, latent
         make, dtype = parts.kernels.linear_method, parts.dtype
-        self.dtype = dtype
+        self.kernels = parts.kernels
         # In lists that torch does not look into: their weights come in one tensor.
         self.keys: list[LinearMethod] = [make(latent, key_size, dtype) for _ in range(num_heads)]
         self.values: list[LinearMethod] = [
@@ -97,22 +99,17 @@ class LatentMaps(nn.Module):
             key.slot("", slice(0, self.latent)).load(plain_raw(key_rows.t()))
             value.slot("", slice(0, self.value_size)).load(plain_raw(value_rows))
 
-    def to_latents(self, queries: torch.Tensor) -> torch.Tensor:
-        """Queries [N, num_heads, key_size] to [N, num_heads, latent]."""
-        return self._by_head(self.keys, queries)
+    def to_latents(self, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """Queries [N, num_heads, key_size] into out [N, num_heads, latent]."""
+        self.kernels.project_parts(self.keys, queries, out)
 
-    def to_values(self, latents: torch.Tensor) -> torch.Tensor:
-        """Sums of latents [N, num_heads, latent] to values [N, num_heads, value_size]."""
-        return self._by_head(self.values, latents)
-
-    def _by_head(self, methods: list[LinearMethod], x: torch.Tensor) -> torch.Tensor:
-        rows = x.transpose(0, 1).contiguous()
-        done = [m.project(each, None, self.dtype) for m, each in zip(methods, rows, strict=True)]
-        return torch.stack(done, dim=1)
+    def to_values(self, latents: torch.Tensor, out: torch.Tensor) -> None:
+        """Sums of latents [N, num_heads, latent] into out [N, num_heads, value_size]."""
+        self.kernels.project_parts(self.values, latents, out)
 
 
 class LatentAttention(nn.Module):
-    """Attention of all heads to one latent a token, in torch around packed products."""
+    """Attention of all heads to one latent a token."""
 
     def __init__(self, parts: LayerParts, hf_config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -145,8 +142,8 @@ class LatentAttention(nn.Module):
             parts=parts,
         )
         self.kv_a_layernorm = _latent_norm(self.latent, parts)
-        value_size = positive_int(hf_config, "v_head_dim")
-        self.kv_b_proj = LatentMaps(self.num_heads, self.plain, value_size, self.latent, parts)
+        self.value_size = positive_int(hf_config, "v_head_dim")
+        self.kv_b_proj = LatentMaps(self.num_heads, self.plain, self.value_size, self.latent, parts)
         self.attn = Attention(
             f"model.layers.{parts.index}.self_attn.attn",
             num_heads=self.num_heads,
@@ -154,9 +151,10 @@ class LatentAttention(nn.Module):
             head_size=self.rotated + self.latent,
             scale=size**-0.5 * yarn_scale(config.ropes[parts.index].scaling),
             rotary=parts.rotary,
+            value_offset=self.rotated,
         )
         self.o_proj = Linear(
-            self.num_heads * value_size,
+            self.num_heads * self.value_size,
             config.hidden_size,
             bias=bias,
             dtype=parts.dtype,
@@ -170,13 +168,19 @@ class LatentAttention(nn.Module):
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Map x [N, hidden_size] to the same shape; positions are int64 [N]."""
         queries = self.queries(x).view(len(x), self.num_heads, -1)
-        plain, rotated = torch.split(queries, [self.plain, self.rotated], dim=-1)
-        query = torch.cat([rotated, self.kv_b_proj.to_latents(plain)], dim=-1)
-        latent, key = torch.split(self.kv_a_proj_with_mqa(x), [self.latent, self.rotated], dim=-1)
-        key = torch.cat([key, self.kv_a_layernorm(latent)], dim=-1)
-        out = self.attn(positions, query.flatten(1), key, key).view(query.shape)
-        values = self.kv_b_proj.to_values(out[..., self.rotated :])
+        query = self._empty_heads(len(x), self.rotated + self.latent)
+        self.parts.kernels.copy(queries[..., : self.rotated], query[..., : self.rotated])
+        self.kv_b_proj.to_latents(queries[..., self.rotated :], query[..., self.rotated :])
+        key = self.kv_a_proj_with_mqa(x)
+        self.kv_a_layernorm.in_place(key[:, self.rotated :])
+        latents = self.attn(positions, query.flatten(1), key, key)
+        values = self._empty_heads(len(x), self.value_size)
+        self.kv_b_proj.to_values(latents.view(len(x), self.num_heads, -1), values)
         return self.o_proj(values.flatten(1))  # type: ignore[no-any-return]
+
+    def _empty_heads(self, num_rows: int, size: int) -> torch.Tensor:
+        rows = self.parts.kernels.empty(num_rows, self.num_heads * size, self.parts.dtype)
+        return rows.view(num_rows, self.num_heads, size)
 
     def _direct_queries(self, x: torch.Tensor) -> torch.Tensor:
         return self.q_proj(x)  # type: ignore[no-any-return]
@@ -304,14 +308,15 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 
 def row_order(plain: int, rotated: int, in_pairs: bool) -> torch.Tensor:
-    """Where the rows of | plain | rotated | are in the checkpoint: int64 [plain + rotated].
+    """Where the rows of | rotated | plain | are in the checkpoint: int64 [rotated + plain].
 
-    With `in_pairs`, the checkpoint rotates neighbours; here the halves are pairs.
+    There, they are | plain | rotated |, and with `in_pairs` it rotates neighbours; here the halves
+    are pairs.
     """
     tail = torch.arange(plain, plain + rotated)
     if in_pairs:
         tail = torch.cat([tail[0::2], tail[1::2]])
-    return torch.cat([torch.arange(plain), tail])
+    return torch.cat([tail, torch.arange(plain)])
 
 
 def yarn_scale(scaling: Mapping[str, Any]) -> float:

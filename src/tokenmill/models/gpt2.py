@@ -2,8 +2,7 @@
 
     x + position -> LayerNorm -> attention -> + -> LayerNorm -> MLP -> +
 
-The checkpoint keeps matrices transposed. LayerNorm and GELU have no recorded kernel, so steps run
-directly.
+The checkpoint keeps matrices transposed.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from torch import nn
 
 from tokenmill.config.parameters import ModelParameters, read_parameters, standard_names
 from tokenmill.errors import ConfigError
-from tokenmill.kernels.activation import Gate, activation
+from tokenmill.kernels.activation import Gate
 from tokenmill.layers.attention import Attention
-from tokenmill.layers.embedding import VocabEmbedding
+from tokenmill.layers.embedding import EmbeddingTable, VocabEmbedding
 from tokenmill.layers.kernels import LayerKernels, layer_kernels
 from tokenmill.layers.linear import Linear
+from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.norm import LayerNorm
 from tokenmill.models.base import IntermediateTensors
 from tokenmill.models.config import activation_gate, norm_eps
@@ -88,7 +88,11 @@ class GPT2Attention(nn.Module):
         )
         self.c_proj = Linear(sizes.hidden_size, sizes.hidden_size, **shared)
 
-    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def empty_input(self, num_rows: int) -> Activations:
+        """A place for this block's input, in the form in which it is read."""
+        return self.c_attn.empty_input(num_rows)
+
+    def forward(self, positions: torch.Tensor, x: Activations) -> torch.Tensor:
         query, key, value = self.c_attn(x).chunk(3, dim=-1)
         return self.c_proj(self.attn(positions, query, key, value))  # type: ignore[no-any-return]
 
@@ -108,9 +112,17 @@ class GPT2MLP(nn.Module):
         self.c_fc = Linear(sizes.hidden_size, sizes.intermediate_size, **shared)
         self.c_proj = Linear(sizes.intermediate_size, sizes.hidden_size, **shared)
         self.gate = config.gate
+        self.kernels = kernels
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(activation(self.c_fc(x), self.gate))  # type: ignore[no-any-return]
+    def empty_input(self, num_rows: int) -> Activations:
+        """A place for this block's input, in the form in which it is read."""
+        return self.c_fc.empty_input(num_rows)
+
+    def forward(self, x: Activations) -> torch.Tensor:
+        expanded = self.c_fc(x)
+        activated = self.c_proj.empty_input(len(expanded))
+        self.kernels.activation(expanded, self.gate, activated)
+        return self.c_proj(activated)  # type: ignore[no-any-return]
 
 
 class GPT2Block(nn.Module):
@@ -120,11 +132,12 @@ class GPT2Block(nn.Module):
         self, layer: int, config: GPT2Config, dtype: torch.dtype, kernels: LayerKernels
     ) -> None:
         super().__init__()
-        hidden_size = config.sizes.hidden_size
-        self.ln_1 = LayerNorm(hidden_size, config.norm_eps, dtype=dtype, kernels=kernels)
         self.attn = GPT2Attention(layer, config, dtype, kernels)
-        self.ln_2 = LayerNorm(hidden_size, config.norm_eps, dtype=dtype, kernels=kernels)
         self.mlp = GPT2MLP(config, dtype, kernels)
+        size = config.sizes.hidden_size
+        shared: dict[str, Any] = {"dtype": dtype, "kernels": kernels}
+        self.ln_1 = LayerNorm(size, config.norm_eps, empty_out=self.attn.empty_input, **shared)
+        self.ln_2 = LayerNorm(size, config.norm_eps, empty_out=self.mlp.empty_input, **shared)
 
     def forward(
         self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None
@@ -141,16 +154,15 @@ class GPT2Model(nn.Module):
         super().__init__()
         sizes = config.sizes
         self.wte = VocabEmbedding(sizes.vocab_size, sizes.hidden_size, dtype=dtype, kernels=kernels)
-        self.wpe = VocabEmbedding(
-            sizes.max_context, sizes.hidden_size, dtype=dtype, kernels=kernels
-        )
+        self.wpe = EmbeddingTable(sizes.max_context, sizes.hidden_size)
+        self.kernels = kernels
         self.h = nn.ModuleList(
             GPT2Block(layer, config, dtype, kernels) for layer in range(sizes.num_layers)
         )
         self.ln_f = LayerNorm(sizes.hidden_size, config.norm_eps, dtype=dtype, kernels=kernels)
 
     def forward(self, positions: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-        x = embeds.float() + self.wpe(positions)
+        x = self.kernels.add_rows(embeds, self.wpe.weight, positions)
         residual: torch.Tensor | None = None
         for block in self.h:
             x, residual = block(positions, x, residual)

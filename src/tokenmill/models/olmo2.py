@@ -23,21 +23,22 @@ class Olmo2Layer(nn.Module):
     def __init__(self, parts: LayerParts) -> None:
         super().__init__()
         config = parts.config
-        self.add = ResidualAdd(parts.dtype)
         self.self_attn = parts.attention(
             q_norm=parts.branch_norm(config.num_heads * config.head_size),
             k_norm=parts.branch_norm(config.num_kv_heads * config.head_size),
         )
         self.mlp = parts.gated_mlp()
+        self.attention_input = ResidualAdd(parts.kernels, self.self_attn.empty_input)
+        self.mlp_input = ResidualAdd(parts.kernels, self.mlp.empty_input)
         self.post_attention_layernorm = parts.branch_norm(config.hidden_size)
         self.post_feedforward_layernorm = parts.branch_norm(config.hidden_size)
 
     def forward(
         self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        stream, residual = self.add(x, residual)
+        stream, residual = self.attention_input(x, residual)
         x = self.post_attention_layernorm(self.self_attn(positions, stream))
-        stream, residual = self.add(x, residual)
+        stream, residual = self.mlp_input(x, residual)
         return self.post_feedforward_layernorm(self.mlp(stream)), residual
 
 

@@ -45,9 +45,7 @@ def bind_attention(
         for spec, names in by_spec.items():
             backend, reasons = select_backend(config.attention_backend, spec)
             logger.info("attention backend %s (%s)", backend.name, "; ".join(reasons))
-            shape = backend.get_kv_cache_shape(
-                cache.num_blocks, cache.block_size, spec.num_kv_heads, spec.head_size, kv_dtype
-            )
+            shape = backend.get_kv_cache_shape(spec, cache.num_blocks)
             for name in names:
                 slot = kv_group.spec.bytes_per_token, kv_group.layer_names.index(name)
                 if slot not in slots:

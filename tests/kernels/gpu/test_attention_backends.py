@@ -338,9 +338,7 @@ def run(backend, spec, batch, device, rotates, causal=True):
     blocks = (torch.randperm(num_blocks - 1, generator=generator) + 1).int().split(used)
     for req, own in enumerate(blocks):
         table[req, : len(own)] = own
-    cache_shape = backend.get_kv_cache_shape(
-        num_blocks, size, spec.num_kv_heads, spec.head_size, spec.kv_dtype
-    )
+    cache_shape = backend.get_kv_cache_shape(spec, num_blocks)
     cache = torch.full(cache_shape, NAN).to(kv_dtype).to(device)
     limits = CacheLimits(num_blocks, 8, 64, 300)
     builder, impl = backend.make_metadata_builder(spec, limits), backend.make_impl(spec)
@@ -468,9 +466,7 @@ def test_sinks_of_a_layer(device):
         slot_mapping=torch.tensor([16, 17], device=device),
     )
     rows = [torch.randn(2, n * 64, dtype=torch.bfloat16, device=device) for n in (4, 2, 2)]
-    cache = torch.zeros(
-        backend.get_kv_cache_shape(4, 16, 2, 64), dtype=torch.bfloat16, device=device
-    )
+    cache = torch.zeros(backend.get_kv_cache_shape(spec, 4), dtype=torch.bfloat16, device=device)
     out = impl.forward(*rows, None, cache, builder.build(common))
     assert out.abs().max() < 1e-6, "a large sink takes all the weight"
 
@@ -493,6 +489,8 @@ def test_common_reasons(make, monkeypatch):
     if make in (FlashBackend, FlashInferBackend, SdpaBackend):
         assert "attention sinks" in refusals(backend, has_sinks=True)
         assert "needs exact=False" in refusals(backend, exact=True)
+    if make is not ReferenceBackend:
+        assert "values are parts of its keys" in refusals(backend, value_offset=16)
         assert not refusals(backend)
 
 

@@ -10,7 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from helpers.models import PagedRun, model_from_tensors
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor
+from tokenmill.config.memory import kv_bytes_per_token
 from tokenmill.config.parameters import read_parameters
+from tokenmill.contracts.kv_cache import KVCacheSpec
 from tokenmill.errors import ConfigError
 from tokenmill.kernels import native
 from tokenmill.kernels.gemm import PackedBlocks
@@ -188,9 +190,12 @@ def test_counts_of_experts_by_any_name() -> None:
 
 def test_latents_are_what_is_cached() -> None:
     sizes = read_parameters(SIZES | {"kv_lora_rank": 40, "qk_rope_head_dim": 8})
-    assert (sizes.num_kv_heads, sizes.head_size) == (1, 48)
-    assert row_order(3, 4, in_pairs=True).tolist() == [0, 1, 2, 3, 5, 4, 6]
-    assert row_order(3, 4, in_pairs=False).tolist() == list(range(7))
+    assert (sizes.num_kv_heads, sizes.head_size, sizes.stores_values) == (1, 48, False)
+    assert kv_bytes_per_token(sizes, "bfloat16") == sizes.num_layers * 48 * 2  # once
+    spec = KVCacheSpec(1, 48, "bfloat16", stores_values=False)
+    assert kv_bytes_per_token(sizes, "bfloat16") == sizes.num_layers * spec.bytes_per_token
+    assert row_order(3, 4, in_pairs=True).tolist() == [3, 5, 4, 6, 0, 1, 2]
+    assert row_order(3, 4, in_pairs=False).tolist() == [3, 4, 5, 6, 0, 1, 2]
     assert yarn_scale({"rope_type": "default", "mscale_all_dim": 1.0}) == 1.0
     yarn = {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0}
     assert yarn_scale(yarn) == pytest.approx(1.3688879**2)

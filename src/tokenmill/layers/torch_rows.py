@@ -1,0 +1,56 @@
+"""What kernels of layers have in common that compute row by row with torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenmill.kernels.activation import Gate, activation
+from tokenmill.kernels.norm import layer_norm
+from tokenmill.layers.linear_method import Activations, LinearMethod
+
+
+class TorchRows:
+    """The rarer kernels of `LayerKernels`, in torch.
+
+    On a GPU, sums of LayerNorm would depend on the number of rows; the layer refuses there.
+    """
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        out: Activations,
+    ) -> torch.Tensor:
+        assert isinstance(out, torch.Tensor)
+        residual = x.float() if residual is None else residual + x
+        out.copy_(layer_norm(residual, weight, bias, eps))
+        return residual
+
+    def add_residual(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: Activations
+    ) -> torch.Tensor:
+        assert isinstance(out, torch.Tensor)
+        residual = x.float() if residual is None else residual + x
+        out.copy_(residual)
+        return residual
+
+    def activation(self, x: torch.Tensor, gate: Gate, out: Activations) -> None:
+        assert isinstance(out, torch.Tensor)
+        out.copy_(activation(x, gate))
+
+    def add_rows(self, x: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return x + table[rows]
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x)
+
+    def project_parts(
+        self, methods: Sequence[LinearMethod], x: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        for part, method in enumerate(methods):
+            out[:, part] = method.project(x[:, part].contiguous(), None, out.dtype)
