@@ -25,6 +25,9 @@ class EngineArgs:
     """Branch, tag or commit of a hub id."""
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     """Values that replace those of the model's config.json, as JSON on the command line."""
+    model_impl: str = "auto"
+    """Whose code the model runs on: tokenmill (its native families), transformers (that library's,
+    for every other decoder), or auto: native where there is a family (see docs/models.md)."""
     runner: str = "auto"
     """generate (tokens), pooling (vectors and scores), or auto: by the model's architecture and
     files (see docs/pooling.md)."""
@@ -75,7 +78,8 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     attention_backend: str = "auto"
-    """auto, cpu or reference; on a GPU triton, flash_attn, flashinfer or sdpa."""
+    """auto, cpu or reference; on a GPU triton, flash_attn, flashinfer or sdpa; or `module:Class` of
+    your own (see docs/add-an-attention-backend.md)."""
     enforce_eager: bool = False
     """Run every kernel by itself instead of replaying recorded steps."""
     check_graphs: bool = False
