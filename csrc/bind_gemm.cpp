@@ -12,6 +12,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "bind_rows.h"
 #include "block_formats.h"
@@ -131,6 +132,47 @@ QuantizedRows quantized_rows(const std::uint8_t* data, std::size_t num_bytes, in
   return {groups, k / kStep};
 }
 
+// Ids of rows to unpack, int32 or int64; they are read and checked when the call is made.
+class TokenIds {
+ public:
+  TokenIds(const ReadTensor& ids, std::int64_t below) : data_(ids.data()), below_(below) {
+    check(ids.ndim() == 1 && (ids.shape(0) <= 1 || ids.stride(0) == 1), "ids", "contiguous");
+    is_wide_ = ids.dtype() == nb::dtype<std::int64_t>();
+    check(is_wide_ || ids.dtype() == nb::dtype<std::int32_t>(), "ids", "int32 or int64");
+    count_ = dimension(ids.shape(0), "ids");
+  }
+
+  int count() const { return count_; }
+
+  std::vector<std::int64_t> first(int count) const {
+    std::vector<std::int64_t> ids(count);
+    for (int i = 0; i < count; ++i) {
+      ids[i] = is_wide_ ? static_cast<const std::int64_t*>(data_)[i]
+                        : static_cast<const std::int32_t*>(data_)[i];
+      check(ids[i] >= 0 && ids[i] < below_, "ids", "within [0, " + std::to_string(below_) + ")");
+    }
+    return ids;
+  }
+
+ private:
+  const void* data_;
+  std::int64_t below_;
+  bool is_wide_;
+  int count_;
+};
+
+template <class Weights>
+void submit_unpack(const TokenIds& ids, const Weights& weights, const Tensor& out,
+                   void (*unpack)(const Weights&, const std::int64_t*, int, float*)) {
+  check_matrix(out, "out", weights.k);
+  check(is_float32(out) && static_cast<int>(out.shape(0)) == ids.count(), "out",
+        "float32, a row for each id");
+  auto* rows = static_cast<float*>(out.data());
+  submit({"unpack_rows"}, ids.count(), [ids, weights, rows, unpack](int num_rows) {
+    unpack(weights, ids.first(num_rows).data(), num_rows, rows);
+  });
+}
+
 void bind_machine(nb::module_& module) {
   module.def("detected_isa", [] { return isa_name(detected_isa()); });
   module.def("active_isa", [] { return isa_name(active_isa()); });
@@ -228,33 +270,20 @@ void bind_packing(nb::module_& module) {
     pack_quantized(rows, n, k, order, block, packed.data());
   }, nb::arg("weight"), nb::arg("type"), nb::arg("packed"), nb::arg("row_index").none());
   module.def("unpack_bf16_rows", [](const ReadBytes& packed, std::int64_t n, std::int64_t k,
-                                    const Ids& ids, Tensor out) {
+                                    const ReadTensor& ids, Tensor out) {
     const Bf16Weights weights = bf16_weights(packed, n, k);
-    check_matrix(out, "out", k);
-    check(is_float32(out) && out.shape(0) == ids.size(), "out", "float32, a row for each id");
-    const std::int64_t* rows = check_ids(ids, n, "ids");
-    Unlocked unlocked;
-    unpack_bf16_rows(weights, rows, static_cast<int>(ids.size()), static_cast<float*>(out.data()));
+    submit_unpack(TokenIds(ids, n), weights, out, unpack_bf16_rows);
   });
   module.def("unpack_float32_rows", [](const ReadBytes& packed, std::int64_t n, std::int64_t k,
-                                       const Ids& ids, Tensor out) {
+                                       const ReadTensor& ids, Tensor out) {
     const Float32Weights weights = float32_weights(packed, n, k);
-    check_matrix(out, "out", k);
-    check(is_float32(out) && out.shape(0) == ids.size(), "out", "float32, a row for each id");
-    const std::int64_t* rows = check_ids(ids, n, "ids");
-    Unlocked unlocked;
-    unpack_float32_rows(weights, rows, static_cast<int>(ids.size()),
-                        static_cast<float*>(out.data()));
+    submit_unpack(TokenIds(ids, n), weights, out, unpack_float32_rows);
   });
   module.def("unpack_block_rows", [](const ReadBytes& packed, const std::string& type,
-                                     std::int64_t n, std::int64_t k, const Ids& ids, Tensor out) {
+                                     std::int64_t n, std::int64_t k, const ReadTensor& ids,
+                                     Tensor out) {
     const BlockWeights weights = block_weights(packed, type, n, k);
-    check_matrix(out, "out", k);
-    check(is_float32(out) && out.shape(0) == ids.size(), "out", "float32, a row for each id");
-    const std::int64_t* rows = check_ids(ids, n, "ids");
-    Unlocked unlocked;
-    unpack_block_rows(weights, rows, static_cast<int>(ids.size()),
-                      static_cast<float*>(out.data()));
+    submit_unpack(TokenIds(ids, n), weights, out, unpack_block_rows);
   });
 }
 

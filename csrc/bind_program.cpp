@@ -44,11 +44,10 @@ void Program::append(CallLabel label, std::int64_t num_rows, Call call) {
   calls_.push_back({std::move(call), label, {}});
 }
 
-void Program::replay(int num_rows) {
+void Program::run(int num_rows) {
   if (num_rows < 1 || num_rows > max_rows_)
     throw std::invalid_argument("num_rows must be within [1, " + std::to_string(max_rows_) + "]");
   if (current != nullptr) throw std::invalid_argument("a program is being recorded");
-  nb::gil_scoped_release unlocked;
   if (!timed_) {
     for (const LabelledCall& each : calls_) each.call(num_rows);
     return;
@@ -83,7 +82,10 @@ void bind_program(nb::module_& module) {
       .def(nb::init<int>(), nb::arg("max_rows"))
       .def("begin", &Program::begin)
       .def("end", &Program::end)
-      .def("replay", &Program::replay, nb::arg("num_rows"))
+      .def("replay", [](Program& program, int num_rows) {
+        nb::gil_scoped_release unlocked;
+        program.run(num_rows);
+      }, nb::arg("num_rows"))
       .def_prop_rw("timed", &Program::timed, &Program::set_timed)
       .def("take_times", [](Program& program) {
         std::map<std::string, std::tuple<int, double>> times;

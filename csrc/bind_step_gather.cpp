@@ -1,14 +1,15 @@
-// A step's inputs, gathered from the rows' tables: what worker/inputs/host.py does with numpy, in
-// one call. Tables and buffers are numpy's; they are given once and keep their places.
+// Gathering a step's inputs, as a Python class. Tables and buffers are numpy's; they are given once
+// and keep their places.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "step_gather.h"
 
 namespace nb = nanobind;
 
@@ -24,90 +25,77 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::invalid_argument(std::string("step gather: ") + what);
 }
 
-class StepGather {
+// The gather, and the arrays that it must not outlive.
+class OwningStepGather : public StepGather {
  public:
-  StepGather(Ids token_ids, std::vector<Ids> block_ids, std::int64_t block_size,
-             Ids query_start_loc, Ids seq_lens, Ids input_ids, Numbers positions,
-             std::vector<Ids> block_tables, std::vector<Numbers> slot_mappings)
-      : token_ids_(token_ids),
-        block_ids_(std::move(block_ids)),
-        block_size_(block_size),
-        query_start_loc_(query_start_loc),
-        seq_lens_(seq_lens),
-        input_ids_(input_ids),
+  OwningStepGather(Ids token_ids, std::vector<Ids> block_ids, std::int64_t block_size,
+                   Ids query_start_loc, Ids seq_lens, Ids input_ids, Numbers positions,
+                   std::vector<Ids> block_tables, std::vector<Numbers> slot_mappings)
+      : StepGather(checked(token_ids, block_size, query_start_loc, seq_lens, input_ids, positions),
+                   checked(block_ids, block_tables, slot_mappings, positions)),
+        single_{token_ids, query_start_loc, seq_lens, input_ids},
         positions_(positions),
+        block_ids_(std::move(block_ids)),
         block_tables_(std::move(block_tables)),
-        slot_mappings_(std::move(slot_mappings)) {
-    require(token_ids_.ndim() == 2 && block_size_ > 0, "token_ids must be a matrix");
-    require(block_tables_.size() == block_ids_.size() &&
-                slot_mappings_.size() == block_ids_.size(),
-            "every KV group needs a block table and a slot mapping");
-    for (std::size_t g = 0; g < block_ids_.size(); ++g)
-      require(block_ids_[g].ndim() == 2 && block_tables_[g].ndim() == 2 &&
-                  block_tables_[g].shape(1) == block_ids_[g].shape(1) &&
-                  slot_mappings_[g].shape(0) == positions_.shape(0),
-              "block tables must be as wide as the rows', slot mappings as long as positions");
-    require(input_ids_.shape(0) == positions_.shape(0), "one position a token");
-    require(query_start_loc_.shape(0) == seq_lens_.shape(0) + 1, "one start more than lengths");
-  }
+        slot_mappings_(std::move(slot_mappings)) {}
 
-  // Request i computes counts[i] tokens of row rows[i], behind num_computed[i] others.
-  void fill(Numbers rows, Numbers counts, Numbers num_computed) {
-    const std::int64_t num_reqs = rows.shape(0);
+  void fill_arrays(Numbers rows, Numbers counts, Numbers num_computed) const {
     require(counts.shape(0) == rows.shape(0) && num_computed.shape(0) == rows.shape(0),
             "rows, counts and num_computed must be equally long");
-    require(num_reqs <= static_cast<std::int64_t>(seq_lens_.shape(0)), "too many requests");
-    std::int64_t place = 0;
-    query_start_loc_.data()[0] = 0;
-    for (std::int64_t i = 0; i < num_reqs; ++i) {
-      const std::int64_t row = rows.data()[i], count = counts.data()[i];
-      const std::int64_t first = num_computed.data()[i], end = first + count;
-      require(row >= 0 && row < static_cast<std::int64_t>(token_ids_.shape(0)), "no such row");
-      require(first >= 0 && count >= 0 && end <= static_cast<std::int64_t>(token_ids_.shape(1)),
-              "positions beyond the row");
-      require(place + count <= static_cast<std::int64_t>(positions_.shape(0)), "too many tokens");
-      const std::int32_t* tokens = token_ids_.data() + row * token_ids_.shape(1);
-      std::copy(tokens + first, tokens + end, input_ids_.data() + place);
-      for (std::int64_t t = 0; t < count; ++t) positions_.data()[place + t] = first + t;
-      for (std::size_t g = 0; g < block_ids_.size(); ++g) fill_group(g, i, row, first, end, place);
-      place += count;
-      query_start_loc_.data()[i + 1] = static_cast<std::int32_t>(place);
-      seq_lens_.data()[i] = static_cast<std::int32_t>(end);
-    }
+    fill(rows.data(), counts.data(), num_computed.data(), size(rows, 0));
   }
 
  private:
-  void fill_group(std::size_t group, std::int64_t req, std::int64_t row, std::int64_t first,
-                  std::int64_t end, std::int64_t place) {
-    const std::int64_t width = block_ids_[group].shape(1);
-    const std::int64_t used = (end + block_size_ - 1) / block_size_;
-    require(used <= width, "blocks beyond the row");
-    const std::int32_t* blocks = block_ids_[group].data() + row * width;
-    std::copy(blocks, blocks + used, block_tables_[group].data() + req * width);
-    std::int64_t* slots = slot_mappings_[group].data() + place;
-    for (std::int64_t p = first; p < end; ++p)
-      *slots++ = blocks[p / block_size_] * block_size_ + p % block_size_;
+  template <class T>
+  static std::int64_t size(const Array<T>& array, std::size_t dimension) {
+    return static_cast<std::int64_t>(array.shape(dimension));
   }
 
-  Ids token_ids_;
-  std::vector<Ids> block_ids_;
-  std::int64_t block_size_;
-  Ids query_start_loc_, seq_lens_, input_ids_;
+  static Arrays checked(Ids& token_ids, std::int64_t block_size, Ids& query_start_loc,
+                        Ids& seq_lens, Ids& input_ids, Numbers& positions) {
+    require(token_ids.ndim() == 2 && block_size > 0, "token_ids must be a matrix");
+    require(input_ids.shape(0) == positions.shape(0), "one position a token");
+    require(query_start_loc.shape(0) == seq_lens.shape(0) + 1, "one start more than lengths");
+    return {token_ids.data(), size(token_ids, 0), size(token_ids, 1), block_size,
+            query_start_loc.data(), seq_lens.data(), input_ids.data(), positions.data(),
+            size(seq_lens, 0), size(positions, 0)};
+  }
+
+  static std::vector<GatherGroup> checked(std::vector<Ids>& block_ids,
+                                          std::vector<Ids>& block_tables,
+                                          std::vector<Numbers>& slot_mappings,
+                                          const Numbers& positions) {
+    require(block_tables.size() == block_ids.size() && slot_mappings.size() == block_ids.size(),
+            "every KV group needs a block table and a slot mapping");
+    std::vector<GatherGroup> groups;
+    for (std::size_t g = 0; g < block_ids.size(); ++g) {
+      require(block_ids[g].ndim() == 2 && block_tables[g].ndim() == 2 &&
+                  block_tables[g].shape(1) == block_ids[g].shape(1) &&
+                  slot_mappings[g].shape(0) == positions.shape(0),
+              "block tables must be as wide as the rows', slot mappings as long as positions");
+      groups.push_back({block_ids[g].data(), block_tables[g].data(), slot_mappings[g].data(),
+                        size(block_ids[g], 1)});
+    }
+    return groups;
+  }
+
+  std::vector<Ids> single_;
   Numbers positions_;
-  std::vector<Ids> block_tables_;
+  std::vector<Ids> block_ids_, block_tables_;
   std::vector<Numbers> slot_mappings_;
 };
 
 }  // namespace
 
 void bind_step_gather(nb::module_& module) {
-  nb::class_<StepGather>(module, "StepGather")
+  nb::class_<StepGather>(module, "AnyStepGather");
+  nb::class_<OwningStepGather, StepGather>(module, "StepGather")
       .def(nb::init<Ids, std::vector<Ids>, std::int64_t, Ids, Ids, Ids, Numbers, std::vector<Ids>,
                     std::vector<Numbers>>(),
            nb::arg("token_ids"), nb::arg("block_ids"), nb::arg("block_size"),
            nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("input_ids"),
            nb::arg("positions"), nb::arg("block_tables"), nb::arg("slot_mappings"))
-      .def("fill", &StepGather::fill, nb::arg("rows"), nb::arg("counts"),
+      .def("fill", &OwningStepGather::fill_arrays, nb::arg("rows"), nb::arg("counts"),
            nb::arg("num_computed"));
 }
 

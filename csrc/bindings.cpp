@@ -7,6 +7,7 @@ namespace tokenmill {
 void bind_gemm(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_bitmask(nb::module_& module);
+void bind_decode_step(nb::module_& module);
 void bind_elementwise(nb::module_& module);
 void bind_program(nb::module_& module);
 void bind_sampling(nb::module_& module);
@@ -22,4 +23,5 @@ NB_MODULE(_native, module) {
   tokenmill::bind_program(module);
   tokenmill::bind_sampling(module);
   tokenmill::bind_step_gather(module);
+  tokenmill::bind_decode_step(module);
 }

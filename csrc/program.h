@@ -42,8 +42,8 @@ class Program {
   // Throws std::invalid_argument for a call of another number of rows than the program's largest.
   void append(CallLabel label, std::int64_t num_rows, Call call);
 
-  // Makes all calls, for 1 to max_rows rows.
-  void replay(int num_rows);
+  // Makes all calls, for 1 to max_rows rows. To be called without the interpreter lock.
+  void run(int num_rows);
 
   // While a program is timed, replays read the clock around each call.
   void set_timed(bool timed) { timed_ = timed; }
@@ -53,6 +53,7 @@ class Program {
   std::map<std::string, CallTime> take_times();
 
   int num_calls() const { return static_cast<int>(calls_.size()); }
+  int max_rows() const { return max_rows_; }
 
   // The program that records on this thread, or null.
   static Program* recording();
