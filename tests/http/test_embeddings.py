@@ -83,8 +83,9 @@ def test_b098_base64_is_little_endian_float32(server):
 
 
 @pytest.mark.parametrize("encoding", ["bytes", "base-64", ""])
-def test_b098_an_unknown_format_is_refused(server, encoding):
-    reply = server.post("/v1/embeddings", {"input": TEXT, "encoding_format": encoding})
+@pytest.mark.parametrize("path_", ["/v1/embeddings", "/pooling"])
+def test_b098_an_unknown_format_is_refused(server, path_, encoding):
+    reply = server.post(path_, {"input": TEXT, "encoding_format": encoding})
     assert (reply.status, reply.error["param"]) == (400, "encoding_format")
     assert encoding in reply.error["message"]
     assert "float, base64" in reply.error["message"]
@@ -102,8 +103,9 @@ def test_b098_texts_and_ids_alone_and_in_lists(server):
 
 
 def test_b098_dimensions_only_where_the_model_was_trained_for_them(server, path):
-    reply = server.post("/v1/embeddings", {"input": TEXT, "dimensions": 16})
-    assert (reply.status, reply.error["param"]) == (400, "dimensions")
+    for each in ("/v1/embeddings", "/pooling"):
+        reply = server.post(each, {"input": TEXT, "dimensions": 16})
+        assert (reply.status, reply.error["param"]) == (400, "dimensions")
     engine = PoolingEngine(path, hf_overrides={"matryoshka_dimensions": [16, 64]})
     with LiveServer(engine) as trained:
         short, whole = vector(trained, dimensions=16), vector(trained)
