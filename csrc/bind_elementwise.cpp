@@ -122,7 +122,7 @@ void run_gate(const ReadTensor& x, const std::string& gate, const Tensor& out) {
   check(x.shape(1) % 2 == 0, "gate_up", "of an even number of columns");
   call.size = static_cast<int>(x.shape(1) / 2);
   call.x = token_rows(x, "gate_up", 2 * std::int64_t{call.size});
-  call.gate = gate_of(gate);
+  call.gate = {gate_of(gate)};
   call.out = activation_output(out, call.num_rows, call.size);
   submit({"gated_activation"}, call.num_rows, [call](int num_rows) mutable {
     call.num_rows = num_rows;
@@ -135,7 +135,7 @@ void run_activation(const ReadTensor& x, const std::string& gate, const Tensor& 
   call.num_rows = rows_of(x);
   call.size = static_cast<int>(x.shape(1));
   call.x = token_rows(x, "x", call.size);
-  call.gate = gate_of(gate);
+  call.gate = {gate_of(gate)};
   call.out = activation_output(out, call.num_rows, call.size);
   submit({"activation"}, call.num_rows, [call](int num_rows) mutable {
     call.num_rows = num_rows;

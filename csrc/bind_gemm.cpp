@@ -7,14 +7,13 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "bind_rows.h"
+#include "bind_packed.h"
 #include "block_formats.h"
 #include "gemm_kernels.h"
 #include "gemm_limits.h"
@@ -28,9 +27,7 @@ namespace tokenmill {
 namespace {
 
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ReadBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Bias = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 template <class T>
 bool is_float32(const T& tensor) { return tensor.dtype() == nb::dtype<float>(); }
@@ -44,20 +41,6 @@ SourceType source_type(const ReadTensor& tensor) {
   return SourceType::fp16;
 }
 
-int dimension(std::int64_t value, const char* name) {
-  check(value >= 0 && value < (std::int64_t{1} << 31) - 64, name, "a size of at most 31 bits");
-  return static_cast<int>(value);
-}
-
-BlockType block_type(const std::string& name) {
-  std::string known;
-  for (std::size_t i = 0; i < std::size(kBlockTypeNames); ++i) {
-    if (name == kBlockTypeNames[i]) return static_cast<BlockType>(i);
-    known += (i == 0 ? "" : ", ") + std::string(kBlockTypeNames[i]);
-  }
-  throw std::invalid_argument("block type must be one of " + known + ", not " + name);
-}
-
 Multiplier multiplier(const std::string& name) {
   if (name == "amx_registers") return Multiplier::amx_registers;
   if (name == "amx_cache") return Multiplier::amx_cache;
@@ -67,15 +50,6 @@ Multiplier multiplier(const std::string& name) {
   if (name == "avx2_float32") return Multiplier::avx2_float32;
   if (name == "avx2_int8") return Multiplier::avx2_int8;
   throw std::invalid_argument("no multiplier is called " + name);
-}
-
-void check_groups(int k) {
-  check(k % kStep == 0, "k", "a multiple of " + std::to_string(kStep));
-}
-
-void check_bytes(std::size_t actual, std::size_t expected, const char* name) {
-  check(actual == expected, name,
-        std::to_string(expected) + " bytes, not " + std::to_string(actual));
 }
 
 const std::int64_t* check_ids(const Ids& ids, std::int64_t below, const char* name) {
@@ -91,45 +65,12 @@ const std::int64_t* row_order(const std::optional<Ids>& ids, int n) {
   return check_ids(*ids, n, "row_index");
 }
 
-Bf16Weights bf16_weights(const ReadBytes& packed, std::int64_t n, std::int64_t k) {
-  const Bf16Weights weights{reinterpret_cast<const bf16*>(packed.data()), dimension(n, "n"),
-                            dimension(k, "k")};
-  check_bytes(packed.size(), packed_bf16_bytes(weights.n, weights.k), "packed");
-  return weights;
-}
-
-Float32Weights float32_weights(const ReadBytes& packed, std::int64_t n, std::int64_t k) {
-  const Float32Weights weights{reinterpret_cast<const float*>(packed.data()), dimension(n, "n"),
-                               dimension(k, "k")};
-  check_bytes(packed.size(), packed_float32_bytes(weights.n, weights.k), "packed");
-  return weights;
-}
-
-BlockWeights block_weights(const ReadBytes& packed, const std::string& type, std::int64_t n,
-                           std::int64_t k) {
-  const BlockWeights weights{packed.data(), dimension(n, "n"), dimension(k, "k"),
-                             block_format(block_type(type))};
-  check_groups(weights.k);
-  check_bytes(packed.size(), packed_blocks_bytes(weights.n, weights.k, weights.format), "packed");
-  return weights;
-}
-
 OutputRows output_rows(const Tensor& out, std::size_t m, int n, const std::optional<Bias>& bias) {
   check_matrix(out, "out", n);
   check(is_bf16(out) || is_float32(out), "out", "bfloat16 or float32");
   check(out.shape(0) == m, "out", "of " + std::to_string(m) + " rows, as many as x has");
   check(!bias || static_cast<int>(bias->size()) == n, "bias", std::to_string(n) + " values");
   return {out.data(), out.stride(0), is_bf16(out), bias ? bias->data() : nullptr};
-}
-
-// Quantised rows in a buffer of bytes; see QuantizedGroup for the layout.
-QuantizedRows quantized_rows(const std::uint8_t* data, std::size_t num_bytes, int m, int k) {
-  check_groups(k);
-  check_bytes(num_bytes, QuantizedRows::num_bytes(m, k), "quantized");
-  check(reinterpret_cast<std::uintptr_t>(data) % alignof(QuantizedGroup) == 0, "quantized",
-        "aligned to 64 bytes");
-  auto* groups = reinterpret_cast<QuantizedGroup*>(const_cast<std::uint8_t*>(data));
-  return {groups, k / kStep};
 }
 
 // Ids of rows to unpack, int32 or int64; they are read and checked when the call is made.

@@ -9,6 +9,7 @@ void bind_attention(nb::module_& module);
 void bind_bitmask(nb::module_& module);
 void bind_decode_step(nb::module_& module);
 void bind_elementwise(nb::module_& module);
+void bind_experts(nb::module_& module);
 void bind_program(nb::module_& module);
 void bind_sampling(nb::module_& module);
 void bind_step_gather(nb::module_& module);
@@ -20,6 +21,7 @@ NB_MODULE(_native, module) {
   tokenmill::bind_attention(module);
   tokenmill::bind_bitmask(module);
   tokenmill::bind_elementwise(module);
+  tokenmill::bind_experts(module);
   tokenmill::bind_program(module);
   tokenmill::bind_sampling(module);
   tokenmill::bind_step_gather(module);

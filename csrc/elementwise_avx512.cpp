@@ -6,15 +6,29 @@
 namespace tokenmill {
 namespace {
 
+// x * logistic(alpha * x), given -alpha * x.
+__m512 logistic_gate(__m512 x, __m512 negative_alpha_x) {
+  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp_of(negative_alpha_x)));
+}
+
+// Of one without a limit. A NaN stays one, here and below.
 __m512 apply_gate(Gate gate, __m512 x) {
+  if (gate == Gate::silu) return logistic_gate(x, _mm512_sub_ps(_mm512_setzero_ps(), x));
   const __m512 one = _mm512_set1_ps(1.0f);
-  if (gate == Gate::silu)
-    return _mm512_div_ps(x, _mm512_add_ps(one, exp_of(_mm512_sub_ps(_mm512_setzero_ps(), x))));
   const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
   const __m512 inner = _mm512_mul_ps(_mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x),
                                      _mm512_set1_ps(0.7978845608f));
   return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)),
                        _mm512_add_ps(one, tanh_of(inner)));
+}
+
+__m512 gated(const GateFunction& function, __m512 gate, __m512 up) {
+  if (function.gate != Gate::clamped) return _mm512_mul_ps(apply_gate(function.gate, gate), up);
+  const __m512 limit = _mm512_set1_ps(function.limit);
+  gate = _mm512_min_ps(limit, gate);
+  up = _mm512_max_ps(_mm512_set1_ps(-function.limit), _mm512_min_ps(limit, up));
+  return _mm512_mul_ps(_mm512_add_ps(up, _mm512_set1_ps(1.0f)),
+                       logistic_gate(gate, _mm512_mul_ps(_mm512_set1_ps(-function.alpha), gate)));
 }
 
 // A place for one row on its way out.
@@ -174,7 +188,7 @@ void gated_activation_avx512(const GateCall& call, Range rows) {
       const __mmask16 mask = first_lanes(call.size - at);
       const __m512 gate = load_values(call.x.data, call.x.is_bf16, x_row + at, mask);
       const __m512 up = load_values(call.x.data, call.x.is_bf16, x_row + call.size + at, mask);
-      out.store(row, at, mask, _mm512_mul_ps(apply_gate(call.gate, gate), up));
+      out.store(row, at, mask, gated(call.gate, gate, up));
     }
     out.finish(row);
   }
@@ -186,7 +200,7 @@ void activation_avx512(const GateCall& call, Range rows) {
     for (int at = 0; at < call.size; at += 16) {
       const __mmask16 mask = first_lanes(call.size - at);
       const __m512 x = load_values(call.x.data, call.x.is_bf16, row * call.x.stride + at, mask);
-      out.store(row, at, mask, apply_gate(call.gate, x));
+      out.store(row, at, mask, apply_gate(call.gate.gate, x));
     }
     out.finish(row);
   }

@@ -9,7 +9,16 @@
 
 namespace tokenmill {
 
-enum class Gate : int { silu = 0, gelu_tanh = 1 };
+// What a gate and its value become:
+//   silu, gelu_tanh   activation(gate) * up
+//   clamped           (up + 1) * gate * logistic(alpha * gate), with gate at most `limit`, and up
+//                     within [-limit, limit]
+enum class Gate : int { silu = 0, gelu_tanh = 1, clamped = 2 };
+
+struct GateFunction {
+  Gate gate = Gate::silu;
+  float alpha = 0.0f, limit = 0.0f;  // of a clamped one
+};
 
 // Where a kernel puts its rows: as values, or quantised as `quantize_rows` does it with the same
 // values in float32.
@@ -42,12 +51,12 @@ struct HeadNormCall {
   float eps;
 };
 
-//   gated_activation   out = gate(x[:, :size]) * x[:, size:]
-//   activation         out = gate(x)
+//   gated_activation   out = x[:, :size] and x[:, size:], gated
+//   activation         out = activation(x), of a gate without a limit
 struct GateCall {
   int num_rows, size;
   TokenRows x;  // [num_rows, 2 * size], or [num_rows, size]
-  Gate gate;
+  GateFunction gate;
   ActivationOutput out;
 };
 

@@ -25,7 +25,7 @@ Every family below is native: a file in `src/tokenmill/models/`, on our own laye
 """
 
 TAIL = """
-*Steps* are **recorded** (one native call without the interpreter, see [architecture](architecture.md)) where every layer has a native kernel. A **direct** step runs the same products and attention natively, and the rest (LayerNorm, the choice of experts, a residual stream that is read without a norm, attention with sinks, the maps of latent attention) in torch. On a GPU, layers that have no kernel there are refused when the model is loaded.
+*Steps* are **recorded** (one native call without the interpreter, see [architecture](architecture.md)) where every layer has a native kernel; a **direct** step computes what has none in torch. On a GPU, layers that have no kernel there are refused when the model is loaded.
 
 Weights are read from safetensors (one file or several) in float32, float16 or bfloat16 (gpt-oss: MXFP4, too), and from GGUF files with the types F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS and MXFP4 ([formats.md](formats.md)). `--load-format dummy` draws random weights for any of these architectures from a config.json alone. `tokenmill inspect MODEL` says what a model is and whether it fits the machine.
 

@@ -186,7 +186,6 @@ FAMILIES = [
         "MixtralForCausalLM",
         "MixtralConfig",
         {"num_local_experts": 5, "num_experts_per_tok": 2},
-        is_recorded=False,
         runs_on_gpu=False,
     ),
     Family(
@@ -202,7 +201,6 @@ FAMILIES = [
             "norm_topk_prob": True,
             "mlp_only_layers": [0],
         },
-        is_recorded=False,
         runs_on_gpu=False,
     ),
     Family(
@@ -227,7 +225,6 @@ FAMILIES = [
                 "original_max_position_embeddings": 64,
             },
         },
-        is_recorded=False,
         runs_on_gpu=False,
     ),
     Family(
@@ -242,7 +239,6 @@ FAMILIES = [
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.5,
         },
-        is_recorded=False,
         runs_on_gpu=False,
         not_supported="weights in float8",
     ),
@@ -268,7 +264,6 @@ FAMILIES = [
                 "original_max_position_embeddings": 128,
             },
         },
-        is_recorded=False,
         runs_on_gpu=False,
         not_supported="weights in float8, prediction of several tokens",
     ),

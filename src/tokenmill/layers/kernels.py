@@ -11,6 +11,8 @@ import torch
 from tokenmill.errors import ConfigError
 from tokenmill.kernels import native
 from tokenmill.kernels.activation import Gate
+from tokenmill.kernels.experts import Routing
+from tokenmill.layers.experts import ExpertShape, ExpertsMethod
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
@@ -40,6 +42,18 @@ class LayerKernels(Protocol):
 
     def vocab_method(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> LinearMethod:
         """A place for the rows of tokens, to look up or to compare with."""
+        ...
+
+    def experts_method(self, shape: ExpertShape) -> ExpertsMethod:
+        """Places for the matrices of a layer's experts."""
+        ...
+
+    def route(
+        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights float32, experts), both [N, num_chosen], best first, of float32 logits
+        [N, experts] and a bias [experts] on scores.
+        """
         ...
 
     def add_rms_norm(

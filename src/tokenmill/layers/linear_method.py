@@ -14,7 +14,15 @@ Activations = torch.Tensor | QuantizedRows | Float8Rows
 """Rows that go into a product: plain [N, in_features], or quantised as the weights want them."""
 
 
-class LinearMethod(Protocol):
+class StreamReader(Protocol):
+    """What says in which form it reads the residual stream."""
+
+    def empty_input(self, num_rows: int) -> Activations:
+        """Where whoever makes the input may write it, so that it need not be converted again."""
+        ...
+
+
+class LinearMethod(StreamReader, Protocol):
     """One weight matrix [out_features, in_features]."""
 
     bias_dtype: torch.dtype
@@ -22,10 +30,6 @@ class LinearMethod(Protocol):
 
     def slot(self, name: str, rows: slice) -> WeightSlot:
         """Where the checkpoint's weight `name` goes, which is these rows of the matrix."""
-        ...
-
-    def empty_input(self, num_rows: int) -> Activations:
-        """Where whoever makes the input may write it, so that it need not be converted again."""
         ...
 
     def project(

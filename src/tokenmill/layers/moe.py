@@ -1,6 +1,6 @@
 """Feed-forward blocks of which each token uses a few: a mixture of experts (Shazeer et al., 2017).
 
-    router    a logit for each expert; the best `num_experts_per_tok` are chosen, and weighted
+    router    a logit for each expert; the best ones are chosen, and weighted
     experts   gated MLPs; each computes the rows of the tokens that chose it, side by side
 
     chosen        token 0: [2, 0]   token 1: [0, 3]   token 2: [2, 0]
@@ -12,70 +12,128 @@ on its neighbours, and a token's experts are added in the order of its choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from tokenmill.kernels.activation import Gate
-from tokenmill.layers.kernels import LayerKernels, require_torch_path
-from tokenmill.layers.linear_method import Activations
-from tokenmill.layers.mlp import GATED_MLP_NAMES, GatedMLP
+from tokenmill.kernels.experts import ExpertGate, Routing
+from tokenmill.layers.experts import ExpertShape
+from tokenmill.layers.kernels import LayerKernels
+from tokenmill.layers.linear_method import Activations, StreamReader
+from tokenmill.layers.mlp import GATED_MLP_NAMES
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+
+CORRECTION_BIAS = "e_score_correction_bias"
+"""What checkpoints call the bias on scores."""
 
 
 class Router(nn.Module):
-    """Chooses experts by the softmax of their logits, in float32."""
+    """Chooses experts, in float32."""
 
     def __init__(
         self,
         hidden_size: int,
-        *,
         num_experts: int,
-        num_experts_per_tok: int,
-        renormalize: bool,
+        routing: Routing,
+        *,
         dtype: torch.dtype,
         kernels: LayerKernels,
         bias: bool = False,
+        has_correction: bool = False,
     ) -> None:
-        """With `renormalize`, the weights of a token's experts sum to one."""
+        """`bias` is one on logits; with `has_correction`, there is one on scores that decides which
+        experts are chosen, but not their weights.
+        """
         super().__init__()
         self.num_experts = num_experts
-        self.num_experts_per_tok = num_experts_per_tok
-        self.renormalize = renormalize
+        self.routing = routing
+        self.kernels = kernels
         # Kept as well as the vocabulary, however the other matrices are quantised.
         self.method = kernels.vocab_method(num_experts, hidden_size, dtype)
         self.bias = empty_parameter(num_experts, dtype=torch.float32) if bias else None
+        self.correction = (
+            empty_parameter(num_experts, dtype=torch.float32) if has_correction else None
+        )
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield self.method.slot(f"{prefix}.weight", slice(0, self.num_experts))
         if self.bias is not None:
             yield parameter_slot(f"{prefix}.bias", self.bias)
+        if self.correction is not None:
+            yield parameter_slot(f"{prefix}.{CORRECTION_BIAS}", self.correction)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of x [N, hidden_size]: weights, float32, and experts, int64, best first.
+    def empty_input(self, num_rows: int) -> Activations:
+        """A place for the input, in the form in which it is read."""
+        return self.method.empty_input(num_rows)
 
-        Both are [N, num_experts_per_tok].
+    def forward(self, x: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x [N, hidden_size]: weights, float32, and experts, best first.
+
+        Both are [N, num_chosen].
         """
-        logits = self.method.project(x, None, torch.float32)
-        if self.bias is not None:
-            logits = logits + self.bias
-        return choose_experts(logits, self.num_experts_per_tok, renormalize=self.renormalize)
+        logits = self.method.project(x, self.bias, torch.float32)
+        return self.kernels.route(logits, self.routing, self.correction)
+
+
+class GatedExperts(nn.Module):
+    """Gated MLPs, each with tensors of its own in the checkpoint."""
+
+    def __init__(
+        self,
+        shape: ExpertShape,
+        kernels: LayerKernels,
+        names: tuple[str, str, str] = GATED_MLP_NAMES,
+    ) -> None:
+        """`names` are those of an expert's gate, up and down matrices."""
+        super().__init__()
+        self.shape = shape
+        self.names = names
+        self.method = kernels.experts_method(shape)
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        size, (gate, up, down) = self.shape.intermediate_size, self.names
+        for expert in range(self.shape.num_experts):
+            gate_up, name = self.method.gate_up[expert], f"{prefix}.{expert}"
+            yield gate_up.slot(f"{name}.{gate}.weight", slice(0, size))
+            yield gate_up.slot(f"{name}.{up}.weight", slice(size, 2 * size))
+            rows = slice(0, self.shape.hidden_size)
+            yield self.method.down[expert].slot(f"{name}.{down}.weight", rows)
+
+    def empty_input(self, num_rows: int) -> Activations:
+        """A place for the input, in the form in which it is read."""
+        return self.method.empty_input(num_rows)
+
+    def forward(
+        self,
+        x: Activations,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+        base: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The weighted sum over the chosen ones of x [N, hidden_size], plus `base`, in float32."""
+        return self.method.mix(x, weights, chosen, base)
 
 
 class ExpertBlock(nn.Module):
-    """A block of experts, in torch around products on packed weights; it is not recorded."""
+    """A block of experts: says in which form all of its parts can read the stream."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, kernels: LayerKernels) -> None:
         super().__init__()
-        require_torch_path(kernels, "A mixture of experts")
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.kernels = kernels
 
+    def readers(self) -> list[StreamReader]:
+        """The parts that read the block's input."""
+        raise NotImplementedError
+
     def empty_input(self, num_rows: int) -> Activations:
-        """A place for this block's input: plain, since its rows are shared out."""
-        return self.kernels.empty(num_rows, self.hidden_size, self.dtype)
+        """A place for this block's input; plain if one of its readers wants that."""
+        readers = self.readers()
+        if any(isinstance(reader.empty_input(0), torch.Tensor) for reader in readers):
+            return self.kernels.empty(num_rows, self.hidden_size, self.dtype)
+        return readers[0].empty_input(num_rows)
 
 
 class SparseMoE(ExpertBlock):
@@ -91,83 +149,22 @@ class SparseMoE(ExpertBlock):
         renormalize: bool,
         dtype: torch.dtype,
         kernels: LayerKernels,
-        gate: Gate = "silu",
+        gate: ExpertGate = "silu",
         names: tuple[str, str, str] = GATED_MLP_NAMES,
     ) -> None:
-        """`names` are those of an expert's gate, up and down matrices."""
+        """With `renormalize`, the weights of a token's experts sum to one; `names` are those of an
+        expert's gate, up and down matrices.
+        """
         super().__init__(hidden_size, dtype, kernels)
-        self.gate = Router(
-            hidden_size,
-            num_experts=num_experts,
-            num_experts_per_tok=num_experts_per_tok,
-            renormalize=renormalize,
-            dtype=dtype,
-            kernels=kernels,
-        )
-        self.experts = nn.ModuleList(
-            GatedMLP(
-                hidden_size,
-                intermediate_size,
-                bias=False,
-                dtype=dtype,
-                kernels=kernels,
-                gate=gate,
-                names=names,
-            )
-            for _ in range(num_experts)
-        )
+        routing = Routing(num_experts_per_tok, renormalize=renormalize)
+        self.gate = Router(hidden_size, num_experts, routing, dtype=dtype, kernels=kernels)
+        shape = ExpertShape(num_experts, hidden_size, intermediate_size, dtype, gate)
+        self.experts = GatedExperts(shape, kernels, names)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def readers(self) -> list[StreamReader]:
+        return [self.gate, self.experts]
+
+    def forward(self, x: Activations) -> torch.Tensor:
         """Map x [N, hidden_size] to float32 of the same shape."""
         weights, chosen = self.gate(x)
-        return mixed(x, weights, chosen, self._run, len(self.experts))
-
-    def _run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        return self.experts[expert](x)  # type: ignore[no-any-return]
-
-
-def mixed(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    run_expert: Callable[[int, torch.Tensor], torch.Tensor],
-    num_experts: int,
-) -> torch.Tensor:
-    """The chosen experts' results on x [N, hidden_size], weighted: float32 of x's shape.
-
-    `weights` and `chosen` are those of `Router`. Each expert is run once at most, on the rows of
-    the tokens that chose it.
-    """
-    order, counts = rows_by_expert(chosen, num_experts)
-    rows = x[order // chosen.shape[1]]
-    results = torch.empty_like(rows)
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            part = slice(start, start + count)
-            results[order[part]] = run_expert(expert, rows[part])
-            start += count
-    return weighted_sum(results.view(*chosen.shape, -1), weights)
-
-
-def choose_experts(
-    logits: torch.Tensor, num_experts_per_tok: int, *, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights float32, experts int64), both [N, num_experts_per_tok], of float32 [N, experts]."""
-    scores = torch.exp(logits - logits.amax(-1, keepdim=True))
-    weights, chosen = scores.topk(num_experts_per_tok, dim=-1)
-    return weights / (weights if renormalize else scores).sum(-1, keepdim=True), chosen
-
-
-def rows_by_expert(chosen: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
-    """The places of flattened `chosen` in order of their experts, and how many each expert has."""
-    flat = chosen.flatten()
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=num_experts).tolist()
-
-
-def weighted_sum(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum results [N, k, size] with weights, float32 [N, k]: float32 [N, size], in order of k."""
-    total = results[:, 0] * weights[:, :1]
-    for place in range(1, weights.shape[1]):
-        total += results[:, place] * weights[:, place : place + 1]
-    return total
+        return self.experts(x, weights, chosen)  # type: ignore[no-any-return]

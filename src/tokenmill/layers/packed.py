@@ -11,6 +11,7 @@ import torch
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor
 from tokenmill.kernels import arena, fused
 from tokenmill.kernels.activation import Gate
+from tokenmill.kernels.experts import Routing, route
 from tokenmill.kernels.float8_rows import Float8Rows
 from tokenmill.kernels.gemm import (
     BLOCK_VALUES,
@@ -24,6 +25,7 @@ from tokenmill.kernels.gemm import (
     gemm_float32,
     quantize_rows,
 )
+from tokenmill.layers.experts import ExpertShape, NativeExperts
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.pack_parts import PackedWeight, pack_parts
 from tokenmill.layers.weights import WeightSlot
@@ -64,6 +66,11 @@ class PackedLinearMethod:
                 self._pack()
 
         return WeightSlot(name, (rows.stop - rows.start, self.in_features), load)
+
+    @property
+    def weights(self) -> list[PackedWeight]:
+        """Parts of the loaded matrix, in the order of its rows."""
+        return [span.weight for span in self._spans]
 
     def empty_input(self, num_rows: int) -> Activations:
         if all(isinstance(span.weight, PackedBlocks) for span in self._spans):
@@ -154,6 +161,14 @@ class NativeKernels:
     ) -> PackedLinearMethod:
         quantization: Quantization | None = "int8" if self.quantization else None
         return PackedLinearMethod(vocab_size, hidden_size, dtype, quantization)
+
+    def experts_method(self, shape: ExpertShape) -> NativeExperts:
+        return NativeExperts(shape, self.linear_method)
+
+    def route(
+        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits, routing, bias)
 
     def add_rms_norm(
         self,

@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from tokenmill.kernels.activation import Gate, gated_activation
+from tokenmill.kernels.experts import Routing, route_reference
 from tokenmill.kernels.linear import linear, linear_float32
 from tokenmill.kernels.norm import rms_norm
+from tokenmill.layers.experts import ExpertShape, PlainExperts
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.torch_rows import TorchRows
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
@@ -33,8 +35,8 @@ class PlainLinearMethod(nn.Module):
         assert isinstance(x, torch.Tensor)
         if out_dtype == self.weight.dtype:
             return linear(x, self.weight, bias)
-        assert bias is None
-        return linear_float32(x, self.weight)
+        product = linear_float32(x, self.weight)
+        return product if bias is None else product + bias
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight[ids]
@@ -61,6 +63,14 @@ class PlainKernels(TorchRows):
         self, vocab_size: int, hidden_size: int, dtype: torch.dtype
     ) -> PlainLinearMethod:
         return self.linear_method(vocab_size, hidden_size, dtype)
+
+    def experts_method(self, shape: ExpertShape) -> PlainExperts:
+        return PlainExperts(shape, self.linear_method)
+
+    def route(
+        self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return route_reference(logits, routing, bias)
 
     def add_rms_norm(
         self,

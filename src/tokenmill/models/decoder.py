@@ -15,7 +15,7 @@ from torch import nn
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import VocabEmbedding
 from tokenmill.layers.kernels import LayerKernels, layer_kernels
-from tokenmill.layers.linear_method import Activations
+from tokenmill.layers.linear_method import Activations, StreamReader
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.moe import ExpertBlock
 from tokenmill.layers.norm import BranchRMSNorm, HeadRMSNorm, RMSNorm
@@ -23,12 +23,6 @@ from tokenmill.layers.rope import RotaryEmbedding
 from tokenmill.layers.self_attention import SelfAttention
 from tokenmill.models.base import IntermediateTensors
 from tokenmill.models.config import DecoderConfig
-
-
-class StreamReader(Protocol):
-    """A block that says in which form it reads the residual stream."""
-
-    def empty_input(self, num_rows: int) -> Activations: ...
 
 
 class AttentionBlock(StreamReader, Protocol):

@@ -30,13 +30,15 @@ from torch import nn
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor
 from tokenmill.config.parameters import number, positive_int
 from tokenmill.errors import ConfigError
+from tokenmill.kernels.experts import Routing
 from tokenmill.layers.attention import Attention
+from tokenmill.layers.experts import ExpertShape
 from tokenmill.layers.kernels import require_torch_path
 from tokenmill.layers.linear import Linear
-from tokenmill.layers.linear_method import Activations, LinearMethod
-from tokenmill.layers.moe import ExpertBlock, mixed
+from tokenmill.layers.linear_method import Activations, LinearMethod, StreamReader
+from tokenmill.layers.moe import ExpertBlock, GatedExperts, Router
 from tokenmill.layers.norm import BranchRMSNorm
-from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot, plain_raw
+from tokenmill.layers.weights import WeightSlot, plain_raw
 from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 from tokenmill.models.mixtral import expert_counts
@@ -189,92 +191,69 @@ class LatentAttention(nn.Module):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))  # type: ignore[no-any-return]
 
 
-class DeepseekRouter(nn.Module):
-    """Chooses experts within the best groups of experts."""
-
-    def __init__(
-        self,
-        parts: LayerParts,
-        hf_config: Mapping[str, Any],
-        *,
-        num_experts: int,
-        by_logistic: bool,
-    ) -> None:
-        """`by_logistic` is V3's way, else V2's."""
-        super().__init__()
-        self.num_experts = num_experts
-        self.by_logistic = by_logistic
-        self.num_experts_per_tok = positive_int(hf_config, "num_experts_per_tok")
-        self.num_groups = positive_int(hf_config, "n_group", 1)
-        self.num_best_groups = positive_int(hf_config, "topk_group", self.num_groups)
-        if num_experts % self.num_groups:
-            raise ConfigError(
-                f"config.json: n_routed_experts={num_experts} is not a multiple of"
-                f" n_group={self.num_groups}."
-            )
-        if not by_logistic and hf_config.get("topk_method", "greedy") == "greedy":
-            self.num_groups = self.num_best_groups = 1
-        self.renormalize = by_logistic and bool(hf_config.get("norm_topk_prob", True))
-        self.factor = number(hf_config, "routed_scaling_factor", 2.5 if by_logistic else 1.0)
-        # Kept as well as the vocabulary, however the other matrices are quantised.
-        self.method = parts.kernels.vocab_method(num_experts, parts.config.hidden_size, parts.dtype)
-        self.e_score_correction_bias = empty_parameter(num_experts, dtype=torch.float32)
-        if not by_logistic:
-            self.e_score_correction_bias.zero_()
-
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        yield self.method.slot(f"{prefix}.weight", slice(0, self.num_experts))
-        if self.by_logistic:
-            name = "e_score_correction_bias"
-            yield parameter_slot(f"{prefix}.{name}", self.e_score_correction_bias)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Router` does."""
-        logits = self.method.project(x, None, torch.float32)
-        if self.by_logistic:
-            scores = 1.0 / (torch.exp(-logits) + 1.0)
-        else:
-            scores = torch.exp(logits - logits.amax(-1, keepdim=True))
-            scores = scores / scores.sum(-1, keepdim=True)
-        candidates = scores + self.e_score_correction_bias
-        groups = candidates.view(len(x), self.num_groups, -1)
-        best = groups.topk(2 if self.by_logistic else 1, dim=-1).values.sum(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool)
-        kept.scatter_(1, best.topk(self.num_best_groups, dim=-1).indices, True)
-        candidates = groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-        chosen = candidates.topk(self.num_experts_per_tok, dim=-1).indices
-        weights = scores.gather(1, chosen)
-        if self.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.factor, chosen
-
-
 class DeepseekMoE(ExpertBlock):
     """Experts that are chosen, and shared ones that every token uses."""
 
     def __init__(
         self, parts: LayerParts, hf_config: Mapping[str, Any], *, by_logistic: bool
     ) -> None:
-        super().__init__(parts.config.hidden_size, parts.dtype, parts.kernels)
-        size = positive_int(hf_config, "moe_intermediate_size")
+        """`by_logistic` is V3's way, else V2's."""
+        hidden, dtype, kernels = parts.config.hidden_size, parts.dtype, parts.kernels
+        super().__init__(hidden, dtype, kernels)
         num_experts = expert_counts(hf_config)["num_experts"]
-        self.gate = DeepseekRouter(
-            parts, hf_config, num_experts=num_experts, by_logistic=by_logistic
+        self.gate = Router(
+            hidden,
+            num_experts,
+            deepseek_routing(hf_config, num_experts, by_logistic=by_logistic),
+            dtype=dtype,
+            kernels=kernels,
+            has_correction=by_logistic,
         )
-        self.experts = nn.ModuleList(
-            parts.gated_mlp(intermediate_size=size, bias=False) for _ in range(num_experts)
-        )
+        size = positive_int(hf_config, "moe_intermediate_size")
+        shape = ExpertShape(num_experts, hidden, size, dtype, parts.config.gate)
+        self.experts = GatedExperts(shape, kernels)
         shared = size * positive_int(hf_config, "n_shared_experts")
         self.shared_experts = parts.gated_mlp(intermediate_size=shared, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def readers(self) -> list[StreamReader]:
+        return [self.gate, self.experts, self.shared_experts]
+
+    def forward(self, x: Activations) -> torch.Tensor:
         """Map x [N, hidden_size] to float32 of the same shape."""
         weights, chosen = self.gate(x)
-        routed = mixed(x, weights, chosen, self._run, len(self.experts))
-        return routed + self.shared_experts(x)  # type: ignore[no-any-return]
+        shared = self.shared_experts(x)
+        return self.experts(x, weights, chosen, shared)  # type: ignore[no-any-return]
 
-    def _run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        return self.experts[expert](x)  # type: ignore[no-any-return]
+
+def deepseek_routing(
+    hf_config: Mapping[str, Any], num_experts: int, *, by_logistic: bool
+) -> Routing:
+    """Within the best groups of experts. Raises `ConfigError` for groups that cannot be."""
+    num_chosen = positive_int(hf_config, "num_experts_per_tok")
+    num_groups = positive_int(hf_config, "n_group", 1)
+    num_best_groups = positive_int(hf_config, "topk_group", num_groups)
+    if num_experts % num_groups:
+        raise ConfigError(
+            f"config.json: n_routed_experts={num_experts} is not a multiple of"
+            f" n_group={num_groups}."
+        )
+    group_size = num_experts // num_groups
+    if num_best_groups > num_groups or num_chosen > num_best_groups * group_size:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok={num_chosen} cannot be chosen from"
+            f" topk_group={num_best_groups} of n_group={num_groups} groups of {group_size} experts."
+        )
+    if not by_logistic and hf_config.get("topk_method", "greedy") == "greedy":
+        num_groups = num_best_groups = 1
+    return Routing(
+        num_chosen,
+        by_logistic=by_logistic,
+        renormalize=by_logistic and bool(hf_config.get("norm_topk_prob", True)),
+        num_groups=num_groups,
+        num_best_groups=num_best_groups,
+        group_best=min(2, group_size) if by_logistic else 1,
+        factor=number(hf_config, "routed_scaling_factor", 2.5 if by_logistic else 1.0),
+    )
 
 
 class DeepseekV2ForCausalLM(Decoder):

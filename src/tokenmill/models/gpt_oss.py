@@ -10,7 +10,7 @@ know the type, the codes are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from torch import nn
 from tokenmill.checkpoint.checkpoint import RawTensor
 from tokenmill.config.parameters import number, read_parameters
 from tokenmill.errors import ConfigError, shown
-from tokenmill.layers.linear_method import LinearMethod
-from tokenmill.layers.moe import ExpertBlock, Router, mixed
-from tokenmill.layers.weights import WeightSlot, empty_parameter, plain_raw
+from tokenmill.kernels.experts import ClampedGate, Routing
+from tokenmill.layers.experts import ExpertShape
+from tokenmill.layers.linear_method import Activations, LinearMethod, StreamReader
+from tokenmill.layers.moe import ExpertBlock, Router
+from tokenmill.layers.weights import WeightSlot, plain_raw
 from tokenmill.models.config import DecoderConfig, layer_windows
 from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 from tokenmill.models.mixtral import expert_counts
@@ -33,36 +35,30 @@ _GROUP_BYTES = 16
 
 
 class ExpertMatrices:
-    """The matrices and biases of one name, of all experts.
+    """How the checkpoint has the matrices of one name, of all experts.
 
-    In the checkpoint, one tensor [experts, in_features, out_features]; or, as MXFP4, `_blocks`
+    One tensor [experts, in_features, out_features]; or, as MXFP4, `_blocks`
     [experts, out_features, groups, 16] and `_scales` [experts, out_features, groups].
     """
 
     def __init__(
         self,
-        parts: LayerParts,
-        num_experts: int,
-        out_features: int,
+        methods: Sequence[LinearMethod],
+        bias: torch.Tensor,
         in_features: int,
         *,
         alternates: bool,
     ) -> None:
-        """With `alternates`, gates and ups take turns in the checkpoint; here gates come first."""
-        rows = torch.arange(out_features)
-        self.rows = torch.cat([rows[0::2], rows[1::2]]) if alternates else rows
-        self.in_features = in_features
-        self.dtype = parts.dtype
-        self.methods: list[LinearMethod] = [
-            parts.kernels.linear_method(out_features, in_features, parts.dtype)
-            for _ in range(num_experts)
-        ]
-        self.bias = empty_parameter(num_experts, out_features, dtype=self.methods[0].bias_dtype)
-        self._mxfp4: dict[str, torch.Tensor] = {}
+        """`methods` are the experts' places, and bias [experts, out_features] theirs.
 
-    def project(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Rows x [N, in_features] through one expert's matrix: [N, out_features]."""
-        return self.methods[expert].project(x, self.bias[expert], self.dtype)
+        With `alternates`, gates and ups take turns in the checkpoint; here gates come first.
+        """
+        self.methods = methods
+        self.bias = bias
+        self.in_features = in_features
+        rows = torch.arange(bias.shape[1])
+        self.rows = torch.cat([rows[0::2], rows[1::2]]) if alternates else rows
+        self._mxfp4: dict[str, torch.Tensor] = {}
 
     def weight_slots(self, name: str, *, is_mxfp4: bool) -> Iterator[WeightSlot]:
         """Where the tensors that begin with `name` go."""
@@ -116,45 +112,44 @@ class GptOssExperts(nn.Module):
     def __init__(self, parts: LayerParts, hf_config: Mapping[str, Any], num_experts: int) -> None:
         super().__init__()
         hidden, size = parts.config.hidden_size, parts.config.intermediate_size
-        self.gate_up = ExpertMatrices(parts, num_experts, 2 * size, hidden, alternates=True)
-        self.down = ExpertMatrices(parts, num_experts, hidden, size, alternates=False)
-        self.num_experts = num_experts
+        gate = ClampedGate(
+            alpha=number(hf_config, "swiglu_alpha", 1.702),
+            limit=number(hf_config, "swiglu_limit", 7.0),
+        )
+        shape = ExpertShape(num_experts, hidden, size, parts.dtype, gate, has_bias=True)
+        self.method = method = parts.kernels.experts_method(shape)
+        assert method.gate_up_bias is not None
+        assert method.down_bias is not None
+        self.gate_up = ExpertMatrices(method.gate_up, method.gate_up_bias, hidden, alternates=True)
+        self.down = ExpertMatrices(method.down, method.down_bias, size, alternates=False)
         self.is_mxfp4 = _is_mxfp4(hf_config)
-        self.alpha = number(hf_config, "swiglu_alpha", 1.702)
-        self.limit = number(hf_config, "swiglu_limit", 7.0)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.gate_up.weight_slots(f"{prefix}.gate_up_proj", is_mxfp4=self.is_mxfp4)
         yield from self.down.weight_slots(f"{prefix}.down_proj", is_mxfp4=self.is_mxfp4)
-
-    def run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Map rows x [N, hidden_size] to the same shape."""
-        gate, up = self.gate_up.project(expert, x).float().chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        activated = (up + 1.0) * (gate / (torch.exp(-self.alpha * gate) + 1.0))
-        return self.down.project(expert, activated.to(x.dtype))
 
 
 class GptOssMoE(ExpertBlock):
     """Router and experts."""
 
     def __init__(self, parts: LayerParts, hf_config: Mapping[str, Any]) -> None:
-        super().__init__(parts.config.hidden_size, parts.dtype, parts.kernels)
+        hidden, dtype, kernels = parts.config.hidden_size, parts.dtype, parts.kernels
+        super().__init__(hidden, dtype, kernels)
         counts = expert_counts(hf_config)
+        # The same as the softmax of the best.
+        routing = Routing(counts["num_experts_per_tok"], renormalize=True)
         self.router = Router(
-            parts.config.hidden_size,
-            **counts,
-            renormalize=True,  # the same as the softmax of the best
-            dtype=parts.dtype,
-            kernels=parts.kernels,
-            bias=True,
+            hidden, counts["num_experts"], routing, dtype=dtype, kernels=kernels, bias=True
         )
         self.experts = GptOssExperts(parts, hf_config, counts["num_experts"])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def readers(self) -> list[StreamReader]:
+        return [self.router, self.experts.method]
+
+    def forward(self, x: Activations) -> torch.Tensor:
         """Map x [N, hidden_size] to float32 of the same shape."""
         weights, chosen = self.router(x)
-        return mixed(x, weights, chosen, self.experts.run, self.experts.num_experts)
+        return self.experts.method.mix(x, weights, chosen, None)
 
 
 class GptOssForCausalLM(Decoder):

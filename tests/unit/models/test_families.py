@@ -15,12 +15,12 @@ from tokenmill.config.parameters import read_parameters
 from tokenmill.contracts.kv_cache import KVCacheSpec
 from tokenmill.errors import ConfigError
 from tokenmill.kernels import native
+from tokenmill.kernels.experts import Routing, mix_experts_reference, route_reference
 from tokenmill.kernels.gemm import PackedBlocks
 from tokenmill.layers.gpu import GpuKernels
-from tokenmill.layers.moe import choose_experts, mixed, rows_by_expert
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.decoder import LayerParts
-from tokenmill.models.deepseek import OrderedLinear, row_order, yarn_scale
+from tokenmill.models.deepseek import OrderedLinear, deepseek_routing, row_order, yarn_scale
 from tokenmill.models.gemma2 import Gemma2ForCausalLM
 from tokenmill.models.gemma3 import Gemma3ForCausalLM
 from tokenmill.models.gpt2 import GPT2LMHeadModel as OurGPT2
@@ -155,9 +155,6 @@ def test_gpt2_under_the_names_of_its_first_checkpoint() -> None:
 
 def test_experts_get_their_rows_and_no_others() -> None:
     chosen = torch.tensor([[2, 0], [0, 3], [2, 0]])
-    order, counts = rows_by_expert(chosen, 5)
-    assert order.tolist() == [1, 2, 5, 0, 4, 3]
-    assert counts == [3, 0, 2, 1, 0]
     seen = {}
 
     def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
@@ -166,7 +163,7 @@ def test_experts_get_their_rows_and_no_others() -> None:
 
     x = torch.tensor([[1.0], [2.0], [3.0]])
     weights = torch.tensor([[0.5, 0.25], [1.0, 2.0], [0.0, 1.0]])
-    found = mixed(x, weights, chosen, run, 5)
+    found = mix_experts_reference(x, weights, chosen, run, 5)
     assert seen == {0: [1.0, 2.0, 3.0], 2: [1.0, 3.0], 3: [2.0]}
     assert found.flatten().tolist() == [50.25, 4002.0, 3.0]
 
@@ -174,12 +171,42 @@ def test_experts_get_their_rows_and_no_others() -> None:
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_weights_of_experts(renormalize: bool) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -1000.0]])
-    weights, chosen = choose_experts(logits, 2, renormalize=renormalize)
+    weights, chosen = route_reference(logits, Routing(2, renormalize=renormalize))
     assert chosen.tolist() == [[1, 2]]
     expected = logits.softmax(-1)[:, [1, 2]]
     if renormalize:
         expected = expected / expected.sum()
     torch.testing.assert_close(weights, expected)
+
+
+def test_only_experts_of_the_best_groups_are_chosen() -> None:
+    """Four groups of two; a bias decides who is chosen, and not how much."""
+    logits = torch.tensor([[3.0, -9.0, 1.0, 2.0, 0.0, 0.5, -1.0, 1.5]])
+    routing = Routing(3, by_logistic=True, num_groups=4, num_best_groups=2, group_best=2)
+    bias = torch.zeros(8)
+    bias[5] = 2.0
+    weights, chosen = route_reference(logits, routing, bias)
+    assert chosen.tolist() == [[5, 3, 2]]  # not 0, whose group has but one good one
+    torch.testing.assert_close(weights, logits.sigmoid()[:, [5, 3, 2]])
+
+
+def test_equal_experts_are_chosen_in_their_order() -> None:
+    weights, chosen = route_reference(torch.zeros(2, 70), Routing(4, renormalize=True))
+    assert chosen.tolist() == [[0, 1, 2, 3]] * 2
+    assert weights.tolist() == [[0.25] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"n_group": 3}, "n_routed_experts=8 is not a multiple of n_group=3"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group=5 of n_group=4"),
+        ({"n_group": 4, "topk_group": 1}, "num_experts_per_tok=3 cannot be chosen"),
+    ],
+)
+def test_groups_of_experts_that_cannot_be_are_refused(groups: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        deepseek_routing({"num_experts_per_tok": 3} | groups, 8, by_logistic=True)
 
 
 def test_counts_of_experts_by_any_name() -> None:
