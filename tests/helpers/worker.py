@@ -21,8 +21,9 @@ from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpe
 from tokenmill.contracts.plan import NewRequestData, SchedulerOutput
 from tokenmill.contracts.result import ModelRunnerOutput
 from tokenmill.worker.drafts import Drafter
+from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.limits import RunnerLimits
-from tokenmill.worker.model_runner import AttentionGroup, ModelRunner
+from tokenmill.worker.model_runner import ModelRunner
 from tokenmill.worker.worker import Worker
 
 VOCAB_SIZE = 97

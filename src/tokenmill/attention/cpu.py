@@ -6,6 +6,7 @@ The cache has a layout of its own (`kernels/paged_attention.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -97,6 +98,11 @@ class CpuMetadataBuilder:
         self._shape = shape
         self._num_blocks = num_blocks
         self._plan = AttentionPlan()
+
+    @property
+    def handles(self) -> tuple[Any, Any, int]:
+        """The native plan and shape and the number of blocks, for who plans natively."""
+        return self._plan.handle, self._shape.handle, self._num_blocks
 
     def build(self, common: CommonAttentionMetadata) -> CpuMetadata:
         assert common.causal == self._shape.causal, "a plan is made for one kind of attention"

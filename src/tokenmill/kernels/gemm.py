@@ -60,8 +60,8 @@ class PackedBf16:
         return cls(buffer, n, k)
 
     def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ids (int64 [num_ids]) of the weight, float32 [num_ids, K]."""
-        out = torch.empty(len(ids), self.in_features)
+        """Rows ids (int32 or int64 [num_ids]) of the weight, float32 [num_ids, K]."""
+        out = arena.empty(len(ids), self.in_features, dtype=torch.float32)
         native.module().unpack_bf16_rows(self.buffer, self.out_features, self.in_features, ids, out)
         return out
 
@@ -86,8 +86,8 @@ class PackedFloat32:
         return cls(buffer, n, k)
 
     def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ids (int64 [num_ids]) of the weight, float32 [num_ids, K]."""
-        out = torch.empty(len(ids), self.in_features)
+        """Rows ids (int32 or int64 [num_ids]) of the weight, float32 [num_ids, K]."""
+        out = arena.empty(len(ids), self.in_features, dtype=torch.float32)
         native.module().unpack_float32_rows(
             self.buffer, self.out_features, self.in_features, ids, out
         )
@@ -148,8 +148,8 @@ class PackedBlocks:
         return cls(buffer, block_type, n, k)
 
     def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ids (int64 [num_ids]) of the weight, float32 [num_ids, K]."""
-        out = torch.empty(len(ids), self.in_features)
+        """Rows ids (int32 or int64 [num_ids]) of the weight, float32 [num_ids, K]."""
+        out = arena.empty(len(ids), self.in_features, dtype=torch.float32)
         native.module().unpack_block_rows(
             self.buffer, self.block_type, self.out_features, self.in_features, ids, out
         )

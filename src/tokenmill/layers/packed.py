@@ -103,7 +103,7 @@ class PackedLinearMethod:
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         (span,) = self._spans
-        return span.weight.unpack_rows(ids.long())
+        return span.weight.unpack_rows(ids)
 
     def _pack(self) -> None:
         start = 0

@@ -39,6 +39,7 @@ class StageTimes:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._kernel_seconds = 0.0
+        self._kernel_clocks: list[Callable[[], float]] = []
         self._stages: dict[str, StageTime] = {}
         self._undo: list[Callable[[], None]] = []
 
@@ -52,13 +53,13 @@ class StageTimes:
 
         @functools.wraps(call)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            kernels, begin = self._kernel_seconds, clock()
+            kernels, begin = self._in_kernels(), clock()
             try:
                 return call(*args, **kwargs)
             finally:
                 time_of = self._stages.setdefault(stage, StageTime())
                 time_of.seconds += clock() - begin
-                time_of.kernel_seconds += self._kernel_seconds - kernels
+                time_of.kernel_seconds += self._in_kernels() - kernels
                 time_of.num_calls += 1
 
         self._replace(owner, method, watched)
@@ -80,6 +81,12 @@ class StageTimes:
 
         self._replace(owner, method, watched)
 
+    def watch_kernel_clock(self, seconds: Callable[[], float]) -> None:
+        """Count as kernel time what `seconds` says was spent in kernels that it knows of, in all;
+        for calls that are kernels in part.
+        """
+        self._kernel_clocks.append(seconds)
+
     def take(self) -> dict[str, StageTime]:
         """Stages since the last call, in the order in which they first ended; a new count begins.
 
@@ -94,6 +101,10 @@ class StageTimes:
     def __exit__(self, *exc_info: object) -> None:
         while self._undo:
             self._undo.pop()()
+
+    def _in_kernels(self) -> float:
+        """Seconds so far."""
+        return self._kernel_seconds + sum(seconds() for seconds in self._kernel_clocks)
 
     def _replace(self, owner: Any, name: str, watched: Callable[..., Any]) -> None:
         before = vars(owner).get(name, _MISSING)

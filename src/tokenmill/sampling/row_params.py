@@ -31,6 +31,17 @@ class _Columns:
     """Edits that some of the rows ask for, and which do."""
 
 
+@dataclass(frozen=True, slots=True)
+class ParamTable:
+    """What all rows ask for; every array is [max_num_seqs]."""
+
+    is_plain: npt.NDArray[np.bool_]
+    """Whether a row wants nothing but tokens: no logits edited, no log-probabilities."""
+    is_greedy: npt.NDArray[np.bool_]
+    random: RandomColumns
+    """Positions are not in use."""
+
+
 class RowSamplingParams:
     """Sampling parameters by row. A row's entries stay until another request enters it."""
 
@@ -57,6 +68,7 @@ class RowSamplingParams:
         self._edits = row_edits(max_num_seqs, vocab_size, processors)
         self._asks = np.zeros((len(self._edits), max_num_seqs), np.bool_)
         """Which rows ask for which edits."""
+        self._is_plain = np.zeros(max_num_seqs, np.bool_)
         self._last: tuple[bytes, _Columns] | None = None
         """Of the step before, by the bytes of its rows; forgotten when a row changes."""
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
@@ -82,6 +94,12 @@ class RowSamplingParams:
         self.num_prompt_logprobs[row] = self._count_best(params.prompt_logprobs)
         for asks, edits in zip(self._asks, self._edits, strict=True):
             asks[row] = edits.set_row(row, request)
+        self._is_plain[row] = not (self._wants_logprobs[row] or self._asks[:, row].any())
+
+    @property
+    def table(self) -> ParamTable:
+        """The parameters of all rows, for who reads them by row; they keep their places."""
+        return ParamTable(self._is_plain, self._is_greedy, self._columns)
 
     def gather(
         self,

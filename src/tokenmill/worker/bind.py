@@ -13,7 +13,7 @@ from tokenmill.attention.selection import select_backend
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.models.base import CausalLM
-from tokenmill.worker.model_runner import AttentionGroup
+from tokenmill.worker.groups import AttentionGroup
 
 logger = logging.getLogger(__name__)
 

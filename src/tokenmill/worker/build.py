@@ -18,6 +18,7 @@ from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.graphs.cpu import record
+from tokenmill.worker.graphs.decode import record_decode_steps
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
@@ -65,6 +66,7 @@ def build_worker(
     )
     if config.graphs != "off" and uses_native_kernels(config.model.dtype):
         runner.capture(checked(record) if config.graphs == "check" else record)
+        runner.capture_decode_steps(record_decode_steps)
     return Worker(runner, cache)
 
 

@@ -12,23 +12,19 @@ sample_tokens
   write_tokens             into the rows, where the next step reads them
   _finish                  the result; on a GPU when the host asks for it, while the next step runs
   _commit                  the last act: until then the step can be run again
+
+Where all requests decode, `DecodeSteps` may make the step instead: the same, in native calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from tokenmill.attention.backend import (
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from tokenmill.attention.backend import AttentionMetadata, CommonAttentionMetadata
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import TokenLogprobs
 from tokenmill.contracts.result import ModelRunnerOutput
@@ -36,7 +32,7 @@ from tokenmill.contracts.seams import StepFuture
 from tokenmill.models.base import CausalLM
 from tokenmill.sampling.grammar_mask import GrammarMask
 from tokenmill.sampling.row_params import RowSamplingParams
-from tokenmill.sampling.sampler import Sampler, SamplerOutput, Samples, TokenSampler
+from tokenmill.sampling.sampler import Sampler, Samples, TokenSampler
 from tokenmill.worker.batch import (
     BatchShape,
     BatchTensors,
@@ -46,12 +42,20 @@ from tokenmill.worker.batch import (
     gather_batch,
     runs,
 )
+from tokenmill.worker.decode_steps import DecodeSteps, NoDecodeSteps
 from tokenmill.worker.drafts import Drafter, NullDrafter, count_new_tokens
 from tokenmill.worker.graphs.forward import DirectForward, ForwardPass, GraphStats, Recorder
+from tokenmill.worker.groups import AttentionGroup, num_kv_groups
 from tokenmill.worker.inputs.host import HostInputs
 from tokenmill.worker.inputs.protocol import StepInputs
 from tokenmill.worker.limits import RunnerLimits
-from tokenmill.worker.results import finish_now
+from tokenmill.worker.results import (
+    ExecuteModelState,
+    FinishedStep,
+    decode_output,
+    finish_now,
+    make_output,
+)
 from tokenmill.worker.rows import RowTable
 
 AttentionMetadataByLayer = Mapping[str, AttentionMetadata]
@@ -59,40 +63,8 @@ AttentionMetadataByLayer = Mapping[str, AttentionMetadata]
 Finish = Callable[[], ModelRunnerOutput]
 """Makes a step's result; waits for the device."""
 
-BAD_LOGITS = (
-    "The model gave this request no usable logits: they hold NaN or infinite values, or every token"
-    " is banned. If other requests fail alike, check the model's weights and dtype."
-)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionGroup:
-    """Attention layers that share metadata."""
-
-    kv_group: int
-    """Index of the KV cache group whose block table they use."""
-    layer_names: tuple[str, ...]
-    builder: AttentionMetadataBuilder
-    supports_graphs: bool = False
-    """Whether a step's launches may be captured in a CUDA graph."""
-    causal: bool = True
-    """Whether a token sees those before it only."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExecuteModelState:
-    """What a forward pass leaves for `sample_tokens`."""
-
-    step_id: int
-    batch: InputBatch
-    logits: torch.Tensor
-    """float32 [len(batch.sampled_indices), vocab_size]"""
-    wants_logprobs: npt.NDArray[np.bool_]
-    """[num_reqs]"""
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
-    """By place in the batch."""
-    bad_reqs: set[int]
-    """Places in the batch of requests whose prompt logits are not finite."""
+DecodeRecorder = Callable[..., DecodeSteps]
+"""Records steps that only decode: `graphs/decode.py`."""
 
 
 class ModelRunner:
@@ -132,7 +104,9 @@ class ModelRunner:
         self._drafter = drafter or NullDrafter()
         self._hand_over = hand_over
         self._forward_pass: ForwardPass = DirectForward(model)
-        self._state: ExecuteModelState | None = None
+        self._decode_steps: DecodeSteps = NoDecodeSteps()
+        self._state: ExecuteModelState | SchedulerOutput | None = None
+        """What the last forward pass left; of a step made by `_decode_steps`, its plan."""
         self.num_bad_logits = 0
         """Requests that ended since their logits held NaN or infinite values, or nothing at all."""
 
@@ -140,6 +114,19 @@ class ModelRunner:
     def capture(self, record: Recorder) -> None:
         """Have the forward pass recorded, on the buffers that steps are prepared in."""
         self._forward_pass = record(self._model, self.limits.largest_step, self._blank_step)
+
+    @torch.inference_mode()
+    def capture_decode_steps(self, record: DecodeRecorder) -> None:
+        """Have the steps recorded that only decode; after `capture`, and without a drafter."""
+        self._decode_steps = record(
+            self._model,
+            self._forward_pass,
+            self._attention_groups,
+            self._inputs,
+            self._params,
+            self.limits,
+            self._draw,
+        )
 
     @torch.inference_mode()
     def run_blank(self, shape: BatchShape) -> None:
@@ -172,14 +159,32 @@ class ModelRunner:
         for request in plan.scheduled_new_reqs:
             self._params.set_row(request.row, request)
 
-    @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Run the forward pass of a plan whose differences are applied; it may be run again."""
+        if self._decode_steps.run_layers(plan):
+            self._state = plan
+        else:
+            self._state = self._execute(plan)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
+        """Sample after the last forward pass, commit, and hand over the step's result."""
+        state, self._state = self._state, None
+        assert state is not None, "sample_tokens needs a forward pass before it"
+        if isinstance(state, ExecuteModelState):
+            return self._sample_and_commit(state, grammar_output)
+        assert grammar_output is None, "steps with masks are none that only decode"
+        output = decode_output(state, self._decode_steps.draw())
+        self._decode_steps.commit()
+        self.num_bad_logits += len(output.errors)
+        return FinishedStep(output)
+
+    @torch.inference_mode()
+    def _execute(self, plan: SchedulerOutput) -> ExecuteModelState:
         batch, tensors = self._prepare_inputs(plan)
         attn_metadata = self._build_attention_metadata(tensors)
         hidden_states = self._forward(tensors, attn_metadata)
         prompt_logprobs, bad_reqs = self._compute_prompt_logprobs(batch, hidden_states)
-        self._state = ExecuteModelState(
+        return ExecuteModelState(
             step_id=plan.step_id,
             batch=batch,
             logits=self._compute_logits(hidden_states, batch.sampled_indices),
@@ -189,10 +194,9 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
-        """Sample after the last forward pass, commit, and hand over the step's result."""
-        state, self._state = self._state, None
-        assert state is not None, "sample_tokens needs a forward pass before it"
+    def _sample_and_commit(
+        self, state: ExecuteModelState, grammar_output: GrammarOutput | None
+    ) -> StepFuture:
         samples = self._sample(state, grammar_output)
         num_new_tokens = self._count_new_tokens(state.batch, samples)
         new = state.batch.new_tokens(num_new_tokens)
@@ -200,6 +204,12 @@ class ModelRunner:
         result = self._hand_over(partial(self._finish, state, samples, new))
         self._commit(state.batch, new)
         return result
+
+    @torch.inference_mode()
+    def _draw(self, plan: SchedulerOutput) -> list[list[int]]:
+        """The tokens that a step would bring; nothing is written."""
+        sampled = self._sample(self._execute(plan), None).to_host()
+        return [[token_id] for token_id in sampled.token_ids.tolist()]
 
     def _prepare_inputs(self, plan: SchedulerOutput) -> tuple[InputBatch, BatchTensors]:
         batch = gather_batch(plan, self._rows)
@@ -337,7 +347,7 @@ class ModelRunner:
             self.num_bad_logits += len(bad_reqs)
             counts = counts.copy()
             counts[list(bad_reqs)] = 0
-        output = self._make_output(state, sampled, counts, bad_reqs)
+        output = make_output(state, sampled, counts, bad_reqs)
         self._inputs.settle_tokens(sampled.token_ids[new.entries], new)
         gained = np.flatnonzero(counts)
         output.draft_token_ids = self._drafter.propose(
@@ -348,43 +358,9 @@ class ModelRunner:
         )
         return output
 
-    def _make_output(
-        self,
-        state: ExecuteModelState,
-        sampled: SamplerOutput,
-        num_new_tokens: IntArray,
-        bad_reqs: set[int],
-    ) -> ModelRunnerOutput:
-        batch = state.batch
-        token_ids = sampled.token_ids.tolist()
-        starts = batch.sampled_start
-        spans = list(zip(starts.tolist(), (starts + num_new_tokens).tolist(), strict=True))
-        return ModelRunnerOutput(
-            step_id=state.step_id,
-            req_ids=batch.req_ids,
-            sampled_token_ids=[token_ids[start:end] for start, end in spans],
-            logprobs={
-                batch.req_ids[place]: [sampled.logprobs[i] for i in range(*spans[place])]
-                for place in np.flatnonzero(state.wants_logprobs & (num_new_tokens > 0)).tolist()
-            }
-            if sampled.logprobs
-            else {},
-            prompt_logprobs={
-                batch.req_ids[place]: entries
-                for place, entries in state.prompt_logprobs.items()
-                if place not in bad_reqs
-            },
-            errors={batch.req_ids[place]: BAD_LOGITS for place in sorted(bad_reqs)},
-        )
-
     def _commit(self, batch: InputBatch, new: NewTokens) -> None:
         """Move the rows' counts: the next step computes what follows."""
         num_tokens = np.where(
             batch.num_sampled > 0, new.num_computed + 1, self._rows.num_tokens[batch.rows]
         )
         self._rows.commit(batch.rows, new.num_computed, num_tokens)
-
-
-def num_kv_groups(attention_groups: Sequence[AttentionGroup]) -> int:
-    """Block tables that each request has."""
-    return 1 + max(group.kv_group for group in attention_groups)

@@ -123,6 +123,7 @@ def _split(
             num_scheduled_tokens=[plan.num_scheduled_tokens[i]],
             num_logits=[plan.num_logits[i]],
             is_sampled=[plan.is_sampled[i]],
+            structured_req_ids=[req_id] if req_id in plan.structured_req_ids else [],
         )
         yield alone, masks.get(req_id)
 

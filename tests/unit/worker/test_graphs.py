@@ -115,11 +115,11 @@ class Adds:
 
 
 def test_a_model_that_cannot_be_recorded_runs_directly():
-    positions = torch.zeros(8, dtype=torch.int64)
+    tensors, _ = blank_step(BatchShape(8, 1, 8, 1))
     with pytest.raises(
         NotRecordableError, match="torch's add" if native.is_available() else "not here"
     ):
-        RecordedForward(Adds(), positions, {})
+        RecordedForward(Adds(), tensors, {})
     assert isinstance(record(Adds(), BatchShape(8, 1, 8, 1), blank_step), DirectForward)
 
 

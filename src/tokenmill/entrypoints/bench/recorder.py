@@ -12,6 +12,7 @@ from tokenmill.executor.local import LocalExecutor
 from tokenmill.kernels import native
 from tokenmill.observe.stage_times import StageTime, StageTimes
 from tokenmill.worker.graphs.cpu import RecordedForward
+from tokenmill.worker.graphs.decode import NativeDecodeSteps
 
 if TYPE_CHECKING:
     from tokenmill.contracts.plan import SchedulerOutput
@@ -38,6 +39,10 @@ RUNNER_STAGES = {
     "_commit": "commit",
 }
 """Methods of the runner to the names of their stages."""
+
+DECODE_STAGES = {"run_layers": "forward", "draw": "sample", "commit": "commit"}
+"""Of the native steps that only decode; the first gathers the step's inputs, too, and the second
+computes the logits."""
 
 NO_KERNELS = frozenset(
     (
@@ -170,6 +175,11 @@ def watch_stages(times: StageTimes, parts: EngineParts) -> None:
     times.watch(parts.core.scheduler, "schedule", "schedule")
     for method, stage in RUNNER_STAGES.items():
         times.watch(parts.runner, method, stage)
+    steps = parts.runner._decode_steps
+    if isinstance(steps, NativeDecodeSteps):
+        times.watch_kernel_clock(lambda: steps.kernel_seconds)
+        for method, stage in DECODE_STAGES.items():
+            times.watch(steps, method, stage)
     times.watch(parts.core.scheduler, "update_from_output", "settle")
     times.watch(parts.output_processor, "process_outputs", "output")
     if native.is_available():

@@ -2,7 +2,8 @@
 
 Recorded once, at the largest number of tokens, on the buffers that every step is prepared in; a
 replay makes the same kernel calls with the step's number of tokens, in one native call without the
-interpreter lock. Embedding and logits stay outside: their rows are chosen anew in each step.
+interpreter lock. The embedding belongs to it where it is one kernel. The head is recorded alone, as
+its rows are chosen anew in each step.
 """
 
 from __future__ import annotations
@@ -35,14 +36,10 @@ class RecordedForward:
     def __init__(
         self,
         model: CausalLM,
-        positions: torch.Tensor,
+        tensors: BatchTensors,
         attn_metadata: Mapping[str, AttentionMetadata],
     ) -> None:
-        """Record.
-
-        `positions` is the step buffer, int64 [max_num_tokens], and the metadata is that of a step
-        which fills the buffers. Raises `NotRecordableError`.
-        """
+        """Record a step that fills its buffers. Raises `NotRecordableError`."""
         if not native.is_available():
             raise NotRecordableError(
                 "recordings are replayed by the native kernels, which are not here"
@@ -50,24 +47,40 @@ class RecordedForward:
         self._model = model
         self._arena = arena.Arena()
         self.stats = GraphStats()
-        max_num_tokens = len(positions)
-        no_ids = torch.zeros(1, dtype=torch.int32)
-        example = model.embed_input_ids(no_ids)
-        self._embeds = self._arena.empty((max_num_tokens, example.shape[1]), example.dtype)
-        self._program = native.module().Program(max_num_tokens)
-        with (
-            arena.allocate_from(self._arena),
-            set_forward_context(attn_metadata),
-            _recording(self._program),
-        ):
-            hidden_states = model.forward(no_ids, positions, inputs_embeds=self._embeds)
+        self.program = native.module().Program(tensors.shape.num_tokens)
+        self._embeds: torch.Tensor | None = None
+        """Where embeddings are put before a replay; None if the replay makes them."""
+        with arena.allocate_from(self._arena), set_forward_context(attn_metadata):
+            embeds = self._record_embedding(tensors.input_ids)
+            with _recording(self.program):
+                hidden_states = model.forward(
+                    tensors.input_ids, tensors.positions, inputs_embeds=embeds
+                )
         assert isinstance(hidden_states, torch.Tensor), "the last rank ends in hidden states"
-        self._hidden_states = hidden_states
+        self.hidden_states = hidden_states
+        """[largest number of tokens, hidden_size]; a step's are the first."""
+
+    def _record_embedding(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """What the layers begin with; recorded, unless it takes more than our kernels."""
+        try:
+            with _recording(self.program):
+                return self._model.embed_input_ids(input_ids)
+        except NotRecordableError:
+            self.program = native.module().Program(len(input_ids))  # without what was recorded
+        example = self._model.embed_input_ids(torch.zeros(1, dtype=torch.int32))
+        shape = len(input_ids), example.shape[1]
+        self._embeds = arena.empty(*shape, dtype=example.dtype)
+        return self._embeds
+
+    @property
+    def embeds(self) -> bool:
+        """Whether embeddings are a part of the recording."""
+        return self._embeds is None
 
     @property
     def num_calls(self) -> int:
         """Kernel calls of one step."""
-        return int(self._program.num_calls)
+        return int(self.program.num_calls)
 
     @property
     def num_bytes(self) -> int:
@@ -76,11 +89,11 @@ class RecordedForward:
 
     def time_kernels(self, timed: bool) -> None:
         """Whether replays read the clock around each kernel call."""
-        self._program.timed = timed
+        self.program.timed = timed
 
     def take_kernel_times(self) -> dict[str, tuple[int, float]]:
         """Calls and seconds of each kernel since the last question, with a weight's shape."""
-        times: dict[str, tuple[int, float]] = self._program.take_times()
+        times: dict[str, tuple[int, float]] = self.program.take_times()
         return times
 
     def padded(self, shape: BatchShape) -> BatchShape:
@@ -92,16 +105,30 @@ class RecordedForward:
     ) -> torch.Tensor:
         num_tokens = tensors.shape.num_tokens
         self.stats.num_replayed += 1
-        self._embeds[:num_tokens] = self._model.embed_input_ids(tensors.input_ids)
-        self._program.replay(num_tokens)
-        return self._hidden_states[:num_tokens]
+        if self._embeds is not None:
+            self._embeds[:num_tokens] = self._model.embed_input_ids(tensors.input_ids)
+        self.program.replay(num_tokens)
+        return self.hidden_states[:num_tokens]
+
+
+class RecordedHead:
+    """Logits of some rows of hidden states, recorded on buffers of its own."""
+
+    def __init__(self, model: CausalLM, hidden_states: torch.Tensor, num_rows: int) -> None:
+        """For up to `num_rows` rows like `hidden_states`. Raises `NotRecordableError`."""
+        self._arena = arena.Arena()
+        self.program = native.module().Program(num_rows)
+        with arena.allocate_from(self._arena), _recording(self.program):
+            self.input = arena.empty(num_rows, hidden_states.shape[1], dtype=hidden_states.dtype)
+            self.logits = model.compute_logits(self.input)
+        """float32 [num_rows, vocab_size]"""
 
 
 def record(model: CausalLM, largest: BatchShape, blank_step: BlankStep) -> ForwardPass:
     """The model's forward pass recorded, or run directly where it cannot be, with the reason."""
     tensors, attn_metadata = blank_step(largest)
     try:
-        recorded = RecordedForward(model, tensors.positions, attn_metadata)
+        recorded = RecordedForward(model, tensors, attn_metadata)
     except NotRecordableError as error:
         logger.info("forward pass is not recorded: %s", error)
         return DirectForward(model)

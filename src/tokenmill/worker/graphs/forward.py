@@ -73,22 +73,22 @@ class CheckedForward:
     """Runs every step both ways and compares the bits: a check for whoever changes a kernel."""
 
     def __init__(self, recorded: ForwardPass, direct: ForwardPass) -> None:
-        self._recorded = recorded
+        self.recorded = recorded
         self._direct = direct
 
     @property
     def stats(self) -> GraphStats:
-        return self._recorded.stats
+        return self.recorded.stats
 
     def padded(self, shape: BatchShape) -> BatchShape:
         """As the recording wants it."""
-        return self._recorded.padded(shape)
+        return self.recorded.padded(shape)
 
     def run(
         self, tensors: BatchTensors, attn_metadata: Mapping[str, AttentionMetadata]
     ) -> torch.Tensor:
         expected = self._direct.run(tensors, attn_metadata).clone()
-        found = self._recorded.run(tensors, attn_metadata)
+        found = self.recorded.run(tensors, attn_metadata)
         num_tokens = int(tensors.query_start_loc[-1])  # behind them lies padding
         if not torch.equal(expected[:num_tokens], found[:num_tokens]):
             differs = expected[:num_tokens] != found[:num_tokens]

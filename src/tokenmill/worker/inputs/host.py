@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from tokenmill.contracts.plan import SchedulerOutput
-from tokenmill.kernels.step_gather import StepArrays, step_gather
+from tokenmill.kernels.step_gather import StepArrays, StepGather, step_gather
 from tokenmill.sampling.sampler import Samples
 from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch, IntArray, NewTokens
 from tokenmill.worker.rows import RowTable
@@ -36,6 +36,11 @@ class HostInputs:
         )
         self._gather = step_gather(self._arrays)
         self._last: tuple[tuple[int, int, int], BatchTensors] | None = None
+
+    @property
+    def gather(self) -> StepGather:
+        """Fills the buffers of a step from the rows."""
+        return self._gather
 
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows."""

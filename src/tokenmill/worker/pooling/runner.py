@@ -21,8 +21,9 @@ from tokenmill.contracts.seams import StepFuture
 from tokenmill.models.base import CausalLM
 from tokenmill.models.pooling import Encoder
 from tokenmill.worker.batch import BatchTensors, InputBatch
+from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.limits import RunnerLimits
-from tokenmill.worker.model_runner import AttentionGroup, AttentionMetadataByLayer, ModelRunner
+from tokenmill.worker.model_runner import AttentionMetadataByLayer, ModelRunner
 from tokenmill.worker.pooling.pooler import Pooler, as_data
 from tokenmill.worker.pooling.states import PoolState
 from tokenmill.worker.results import FinishedStep
