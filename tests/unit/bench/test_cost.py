@@ -58,6 +58,22 @@ def test_blocks_count_as_they_are_held():
     assert not expanded.in_blocks
 
 
+def test_experts_that_nobody_chose_are_not_read():
+    name = "model.layers.0.mlp.experts.{}.up_proj.weight"
+    shapes = {**SHAPES, **{name.format(i): (10, 32) for i in range(8)}}
+    weights = Weights(shapes, dict.fromkeys(shapes, "BF16"), "bfloat16", keeps_blocks=True)
+    cost = model_cost(weights, {}, {}, chosen_share=0.25)
+    dense = model_cost(
+        Weights(SHAPES, dict.fromkeys(SHAPES, "BF16"), "bfloat16", keeps_blocks=True), {}, {}
+    )
+    values = 8 * 10 * 32
+    for num_tokens, read_share in ((1, 0.25), (2, 0.25 + 0.75 * 0.25), (1000, 1.0)):
+        step = [RequestWork(num_tokens, num_tokens, 1)]
+        found, expected = cost.of(step), dense.of(step)
+        assert found.num_bytes == expected.num_bytes + read_share * 2 * values
+        assert found.flops == expected.flops + 2 * 0.25 * values * num_tokens
+
+
 @given(
     st.integers(1, 60), st.integers(0, 60), st.one_of(st.none(), st.integers(1, 80))
 )  # tokens, tokens before, window

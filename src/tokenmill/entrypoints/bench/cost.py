@@ -1,7 +1,8 @@
 """What a step must read and compute at least, by arithmetic.
 
 Weights are read once a step, the keys and values of a request once a step; what fits in caches
-(activations, logits) is not counted. Two operations are a multiplication and an addition.
+(activations, logits) is not counted. Of experts, those are read that some token of the step is
+likely to choose, if all are chosen alike. Two operations are a multiplication and an addition.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from tokenmill.models.loader import HEAD
 
 EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight")
 """What families call it."""
+EXPERTS = ".experts."
+"""In the names of the tensors of experts that are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +61,35 @@ class AttentionCost:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertCost:
+    """The experts of all layers."""
+
+    num_bytes: int = 0
+    num_values: int = 0
+    chosen_share: float = 1.0
+    """Of a layer's experts, those that a token chooses."""
+
+    def of(self, num_tokens: int) -> Cost:
+        """What is not chosen by any of the tokens is not read."""
+        read_share = 1.0 - (1.0 - self.chosen_share) ** num_tokens
+        return Cost(
+            read_share * self.num_bytes, 2.0 * self.chosen_share * self.num_values * num_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCost:
     """A model, as its weights are held."""
 
     layer_bytes: int
+    """Experts apart."""
     layer_values: int
     head_bytes: int
     head_values: int
     attention: tuple[AttentionCost, ...]
     in_blocks: bool
     """Whether most of the layers' weights keep their 4 or 8 bits."""
+    experts: ExpertCost = ExpertCost()
 
     def of(self, step: Sequence[RequestWork]) -> Cost:
         """The step's weights, keys and values read once, and its products."""
@@ -77,15 +99,19 @@ class ModelCost:
             self.layer_bytes + (self.head_bytes if num_logits else 0),
             2.0 * (self.layer_values * num_tokens + self.head_values * num_logits),
         )
+        cost += self.experts.of(num_tokens)
         return sum((layer.of(work) for layer in self.attention for work in step), cost)
 
 
 def model_cost(
-    weights: Weights, layers: Mapping[str, Attention], kv_bytes: Mapping[str, int]
+    weights: Weights,
+    layers: Mapping[str, Attention],
+    kv_bytes: Mapping[str, int],
+    chosen_share: float = 1.0,
 ) -> ModelCost:
     """From the weights' shapes and formats, the attention layers, and each one's bytes per token.
 
-    The embedding counts as the head where there is no other.
+    The embedding counts as the head where there is no other; `chosen_share` is `ExpertCost`'s.
     """
     embedding = next(name for name in EMBEDDINGS if name in weights.shapes)
     head = HEAD if HEAD in weights.shapes else embedding
@@ -94,9 +120,11 @@ def model_cost(
         for name, shape in weights.shapes.items()
         if len(shape) > 1 and name not in (head, embedding)
     ]
+    experts = _part(weights, [name for name in others if EXPERTS in name])
+    dense = _part(weights, [name for name in others if EXPERTS not in name])
     return ModelCost(
-        layer_bytes=_part(weights, others).num_bytes,
-        layer_values=_part(weights, others).num_values,
+        layer_bytes=dense.num_bytes,
+        layer_values=dense.num_values,
         head_bytes=_part(weights, [head]).num_bytes,
         head_values=prod(weights.shapes[head]),
         attention=tuple(
@@ -104,6 +132,7 @@ def model_cost(
             for name, layer in layers.items()
         ),
         in_blocks=_part(weights, others).num_bytes < 1.5 * _part(weights, others).num_values,
+        experts=ExpertCost(experts.num_bytes, experts.num_values, chosen_share),
     )
 
 

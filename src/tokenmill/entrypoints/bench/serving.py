@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenmill.config.device import keeps_blocks
 from tokenmill.config.memory import Weights
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.engine.build import open_model
-from tokenmill.entrypoints.bench.cost import Cost, ModelCost, model_cost
+from tokenmill.entrypoints.bench.cost import EXPERTS, Cost, ModelCost, model_cost
 from tokenmill.entrypoints.bench.limits import Limits, Peak, limits_of
 from tokenmill.entrypoints.bench.options import LatencyOptions, ThroughputOptions
 from tokenmill.entrypoints.bench.profile import KernelShare, StageReport, kernels_of, profile_of
 from tokenmill.entrypoints.bench.recorder import EngineParts, StepRecord, StepRecorder
+from tokenmill.models.mixtral import expert_counts
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -192,7 +193,16 @@ def cost_of(llm: LLM, weights: Weights) -> ModelCost:
         weights,
         parts.model.attention_layers(),
         kv_bytes_per_token(parts.worker.kv_cache_config),
+        chosen_share(weights, llm.llm_engine.config.model.hf_config),
     )
+
+
+def chosen_share(weights: Weights, hf_config: Mapping[str, Any]) -> float:
+    """The share of a layer's experts that a token chooses; 1 where there are none."""
+    if not any(EXPERTS in name for name in weights.shapes):
+        return 1.0
+    counts = expert_counts(hf_config)
+    return float(counts["num_experts_per_tok"]) / float(counts["num_experts"])
 
 
 def held_weights(args: EngineArgs, config: EngineConfig) -> Weights:
