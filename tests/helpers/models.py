@@ -13,6 +13,7 @@ from tokenmill.attention.backend import AttentionBackend, CacheLimits, CommonAtt
 from tokenmill.attention.forward_context import set_forward_context
 from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
+from tokenmill.checkpoint.mapped_file import FileRange
 from tokenmill.config.engine_config import ModelConfig
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.models.base import CausalLM
@@ -55,6 +56,9 @@ class TensorCheckpoint:
         tensor = self.tensors[name].contiguous()
         data = tensor.reshape(-1).view(torch.uint8)
         return RawTensor(tuple(tensor.shape), FORMATS[tensor.dtype], data)
+
+    def file_ranges(self, name: str) -> tuple[FileRange, ...]:
+        return ()
 
     def close(self) -> None:
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,9 +10,28 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from tokenmill.checkpoint.mapped_file import FileRange
+
 
 PACKED_PREFIX = "packed "
 """Before a block type, in the format of a tensor that lies in the file as kernels read it."""
+
+
+class Pages(Protocol):
+    """Memory that a file is mapped to, as far as one tensor lies in it."""
+
+    def need(self, begin: int, end: int) -> None:
+        """Wait until bytes [begin, end) of the tensor are there, if they are on their way.
+
+        Raises `CheckpointError` if they cannot be read.
+        """
+        ...
+
+    def release(self, begin: int, end: int) -> None:
+        """Bytes [begin, end) are done with: they need no memory. They may still be read, again from
+        the file.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +51,19 @@ class RawTensor:
     family); the loader undoes it. None: rows are in order."""
     value_offset: float = 0.0
     """What llama.cpp has added to every value; the loader subtracts it. Of plain tensors only."""
+    pages: Pages | None = None
+    """Of `data`, if it is a view of a file and nothing else. Whoever copies the data may say which
+    bytes are needed next, and which no more; nobody has to."""
+
+    def need(self) -> None:
+        """Wait for all of the data."""
+        if self.pages is not None:
+            self.pages.need(0, self.data.numel())
+
+    def release(self) -> None:
+        """All of the data is done with."""
+        if self.pages is not None:
+            self.pages.release(0, self.data.numel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +114,10 @@ class Checkpoint(Protocol):
 
     def read(self, name: str) -> RawTensor:
         """The tensor of this name. Raises `CheckpointError` if its data is out of bounds."""
+        ...
+
+    def file_ranges(self, name: str) -> Sequence[FileRange]:
+        """What `read` of this tensor reads, in this order; empty if it reads no file."""
         ...
 
     def close(self) -> None:

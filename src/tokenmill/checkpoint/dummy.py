@@ -22,6 +22,8 @@ from tokenmill.errors import CheckpointError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
+    from tokenmill.checkpoint.mapped_file import FileRange
+
 STANDARD_DEVIATION = 0.02
 """Of all values but those of norms, as models are initialised for training: activations stay near
 1 for hidden sizes up to tens of thousands."""
@@ -77,6 +79,10 @@ class DummyCheckpoint:
         else:
             values = self._piece(name, prod(shape))
         return RawTensor(shape, FORMAT, values.view(torch.uint8))
+
+    def file_ranges(self, name: str) -> tuple[FileRange, ...]:
+        """None: there is no file."""
+        return ()
 
     def close(self) -> None:
         self.__dict__.pop("_buffer", None)

@@ -28,10 +28,13 @@ class Parameters:
     of the kind asked for.
     """
 
-    def __init__(self, header: GGUFHeader, data: mmap.mmap | bytes, prefix: str) -> None:
+    def __init__(
+        self, header: GGUFHeader, content: Callable[[str], mmap.mmap | bytes], prefix: str
+    ) -> None:
+        """`content` gives the content of the file that a tensor lies in."""
         self.tensors = header.tensors
         self._header = header
-        self._data = data
+        self._content = content
         self._prefix = prefix
 
     def keys(self, start: str) -> set[str]:
@@ -65,7 +68,7 @@ class Parameters:
                 f"{self._header.path}: tensor {name!r} has type {tensor.type.name} and shape"
                 f" {tensor.shape}; it must have type F32 and shape {(length,)}."
             )
-        return list(struct.unpack_from(f"<{length}f", self._data, tensor.offset))
+        return list(struct.unpack_from(f"<{length}f", self._content(name), tensor.offset))
 
     def fail(self, key: str, problem: str) -> NoReturn:
         raise CheckpointError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
 from tokenmill.checkpoint.gguf_architecture import GGUFArchitecture, Parameters
 from tokenmill.checkpoint.gguf_families import GEMMA2, GEMMA3, OLMO2, PHI3, QWEN2, QWEN3
 from tokenmill.checkpoint.gguf_llama import LLAMA
-from tokenmill.checkpoint.gguf_reader import GGUFHeader, read_header
+from tokenmill.checkpoint.gguf_parts import GGUFParts, open_parts
+from tokenmill.checkpoint.gguf_reader import GGUFHeader
+from tokenmill.checkpoint.mapped_file import FileRange, MappedFile
 from tokenmill.errors import CheckpointError, did_you_mean
 
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
@@ -29,18 +30,22 @@ _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 class GGUFCheckpoint:
-    """A GGUF file, mapped into memory once; tensors are views of the mapping.
+    """A GGUF file or its parts, mapped into memory once; tensors are views of the mapping.
 
     The end of text, turn and message are all end ids: `config["eos_token_id"]` lists them, the end
     of text first.
     """
 
-    def __init__(self, header: GGUFHeader, data: mmap.mmap) -> None:
+    def __init__(self, parts: GGUFParts) -> None:
+        header = parts.header
         self.path = header.path
-        self._data: mmap.mmap | None = data
-        _refuse_split(header)
+        self._files: Mapping[str, MappedFile] | None = parts.files
         architecture = _architecture(header)
-        parameters = Parameters(header, data, str(header.metadata["general.architecture"]))
+        parameters = Parameters(
+            header,
+            lambda name: parts.files[name].data,
+            str(header.metadata["general.architecture"]),
+        )
         self.config: Mapping[str, Any] = {
             **architecture.build_config(parameters),
             **_special_ids(header),
@@ -68,13 +73,13 @@ class GGUFCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> GGUFCheckpoint:
-        """Map the file and check its header; no tensor is read.
+        """Map the file and check its header; no tensor is read. Of a model in parts, any part
+        stands for all.
 
-        Raises `CheckpointError` if the file cannot be read, its header lies, or its architecture is
-        not supported.
+        Raises `CheckpointError` if a file cannot be read or is missing, its header lies, or its
+        architecture is not supported.
         """
-        data = _map(path)
-        return cls(read_header(path, data), data)
+        return cls(open_parts(path))
 
     def read(self, name: str) -> RawTensor:
         """The tensor of this name, still as it lies in the file.
@@ -82,9 +87,21 @@ class GGUFCheckpoint:
         Its memory belongs to the mapping, which lasts as long as any tensor does. Writing to it
         changes neither the file nor another process's view.
         """
-        import torch
+        (pages,) = self.file_ranges(name)
+        gguf_name = self._gguf_names[name]
+        tensor = self._tensors[gguf_name]
+        return RawTensor(
+            shape=tensor.shape,
+            format=tensor.type.name,
+            data=pages.file.tensor(pages.begin, pages.end),
+            head_permutation=self._architecture.head_permutation(gguf_name, self.config),
+            value_offset=self._architecture.value_offset(gguf_name),
+            pages=pages,
+        )
 
-        if self._data is None:
+    def file_ranges(self, name: str) -> tuple[FileRange, ...]:
+        """Where the tensor of this name lies. Raises `CheckpointError` if there is none."""
+        if self._files is None:
             raise CheckpointError(f"{self.path}: tensor {name!r} was read after the file's close.")
         gguf_name = self._gguf_names.get(name)
         if gguf_name is None:
@@ -92,38 +109,11 @@ class GGUFCheckpoint:
                 f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._gguf_names)}"
             )
         tensor = self._tensors[gguf_name]
-        return RawTensor(
-            shape=tensor.shape,
-            format=tensor.type.name,
-            data=torch.frombuffer(
-                self._data, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset
-            ),
-            head_permutation=self._architecture.head_permutation(gguf_name, self.config),
-            value_offset=self._architecture.value_offset(gguf_name),
-        )
+        end = tensor.offset + tensor.num_bytes
+        return (FileRange(self._files[gguf_name], tensor.offset, end),)
 
     def close(self) -> None:
-        self._data = None
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            # Copy on write: torch asks for writable memory, and the file must never change.
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: the file is empty.") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
-
-
-def _refuse_split(header: GGUFHeader) -> None:
-    count = header.metadata.get("split.count", 1)
-    if count not in (0, 1):
-        raise CheckpointError(
-            f"{header.path}: this is one of {count!r:.80} parts of a split GGUF file, which is not"
-            " supported. Merge them first, for example with `llama-gguf-split --merge`."
-        )
+        self._files = None
 
 
 def _architecture(header: GGUFHeader) -> GGUFArchitecture:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
+from tokenmill.checkpoint.mapped_file import FileRange, MappedFile
+from tokenmill.checkpoint.safetensors_header import read_header
 from tokenmill.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ _DTYPE_BYTES = (
     | dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
     | dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1)
 )
+_TORCH_DTYPES = (
+    {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    | {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "BOOL": "bool"}
+    | {"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "C64": "complex64"}
+    | {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+)
 
 
 class _Entry(NamedTuple):
@@ -40,6 +48,12 @@ class _Entry(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    begin: int
+    """Where its bytes begin in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _DTYPE_BYTES[self.dtype]
 
 
 class HFDirectory:
@@ -62,10 +76,8 @@ class HFDirectory:
         self.tensor_formats: Mapping[str, str] = {
             name: entry.dtype for name, entry in self._entries.items()
         }
-        self.num_bytes = sum(
-            math.prod(entry.shape) * _DTYPE_BYTES[entry.dtype] for entry in self._entries.values()
-        )
-        self._open_files: dict[Path, Any] = {}
+        self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
+        self._mapped: dict[Path, MappedFile] = {}
 
     @classmethod
     def open(cls, path: Path) -> HFDirectory:
@@ -82,31 +94,38 @@ class HFDirectory:
         Its memory belongs to a mapping of the file, which lasts as long as any tensor does. Writing
         to it changes neither the file nor another process's view.
         """
-        import torch
-
-        tensor = self.tensor(name)
+        (pages,) = self.file_ranges(name)
         entry = self._entries[name]
         if entry.dtype not in _READABLE:
             raise CheckpointError(
                 f"{entry.file}: tensor {name!r} has dtype {entry.dtype}, which is not supported."
                 f" Supported: {', '.join(_READABLE)}."
             )
-        return RawTensor(entry.shape, entry.dtype, tensor.reshape(-1).view(torch.uint8))
+        data = pages.file.tensor(pages.begin, pages.end)
+        return RawTensor(entry.shape, entry.dtype, data, pages=pages)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor of this name, of any dtype and in its shape; mapped as by `read`."""
+        import torch
+
+        (pages,) = self.file_ranges(name)
+        entry = self._entries[name]
+        dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[entry.dtype])
+        return pages.file.tensor(pages.begin, pages.end).view(dtype).view(entry.shape)
+
+    def file_ranges(self, name: str) -> tuple[FileRange, ...]:
+        """Where the tensor of this name lies. Raises `CheckpointError` if there is none."""
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(
                 f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._entries)}"
             )
-        if entry.file not in self._open_files:
-            self._open_files[entry.file] = _open_weights(entry.file, framework="pt")
-        tensor: torch.Tensor = self._open_files[entry.file].get_tensor(name)
-        return tensor
+        if entry.file not in self._mapped:
+            self._mapped[entry.file] = MappedFile(entry.file)
+        return (FileRange(self._mapped[entry.file], entry.begin, entry.begin + entry.num_bytes),)
 
     def close(self) -> None:
-        self._open_files.clear()
+        self._mapped.clear()
 
 
 def read_configs(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -170,21 +189,24 @@ def _shards(directory: Path, names: Iterable[str]) -> list[str]:
 
 
 def _read_entries(file: Path) -> dict[str, _Entry]:
-    # numpy, because that opens the header without torch.
-    weights = _open_weights(file, framework="np")
+    _check_header(file)
+    header, begin = read_header(file)
     entries: dict[str, _Entry] = {}
-    for name in weights.keys():  # noqa: SIM118 - not a mapping
-        header = weights.get_slice(name)
-        dtype = header.get_dtype()
+    for name, entry in json.loads(header).items():
+        if name == "__metadata__":
+            continue
+        dtype = entry["dtype"]
         if dtype not in _DTYPE_BYTES:
             raise CheckpointError(f"{file}: tensor {name!r} has the unknown dtype {dtype!r}.")
-        entries[name] = _Entry(file, tuple(header.get_shape()), dtype)
+        first = begin + entry["data_offsets"][0]
+        entries[name] = _Entry(file, tuple(entry["shape"]), dtype, first)
     return entries
 
 
-def _open_weights(file: Path, framework: str) -> Any:
+def _check_header(file: Path) -> None:
+    """Have the library compare names, shapes, offsets and the file's size."""
     try:
-        return safe_open(file, framework=framework)
+        safe_open(file, framework="np")  # numpy, because that needs no torch
     except SafetensorError as error:
         raise CheckpointError(
             f"{file}: the file is damaged or incomplete ({error}). Fetch it again."

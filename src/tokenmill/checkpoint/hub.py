@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.checkpoint.download import OnProgress, directory_bytes
+from tokenmill.checkpoint.gguf_parts import part_names
 from tokenmill.errors import CheckpointError, ModelNotFoundError, did_you_mean
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -26,7 +27,9 @@ _SNAPSHOT_BAR = "huggingface_hub.snapshot_download"
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """`owner/name`, or `owner/name:file.gguf` for one GGUF file of a repository."""
+    """`owner/name`, or `owner/name:file.gguf` for one GGUF file of a repository; the name of one
+    part stands for all of them.
+    """
 
     repo: str
     file: str | None = None
@@ -54,7 +57,7 @@ def fetch_from_hub(
             snapshot_download(
                 hub_id.repo,
                 revision=revision,
-                allow_patterns=PATTERNS if hub_id.file is None else [hub_id.file],
+                allow_patterns=PATTERNS if hub_id.file is None else part_names(hub_id.file),
                 tqdm_class=_reporter(on_progress),
             )
         )

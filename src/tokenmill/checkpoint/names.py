@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tokenmill.checkpoint import download, hub
 from tokenmill.checkpoint.aliases import ALIASES
+from tokenmill.checkpoint.gguf_parts import first_parts
 from tokenmill.errors import CheckpointError, ConfigError, ModelNotFoundError, did_you_mean
 
 _PATH_LIKE = re.compile(
@@ -74,7 +75,7 @@ def _model_in(path: Path) -> Path:
     """`path` itself, or the only GGUF file of a directory that holds nothing else to load."""
     if not path.is_dir() or any((path / name).is_file() for name in _DIRECTORY_MARKS):
         return path
-    files = sorted(file.name for file in path.glob("*.gguf"))
+    files = first_parts(sorted(file.name for file in path.glob("*.gguf")))
     if len(files) == 1:
         return path / files[0]
     if files:

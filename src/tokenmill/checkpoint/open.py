@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.checkpoint.gguf_checkpoint import GGUFCheckpoint
+from tokenmill.checkpoint.gguf_parts import first_parts
 from tokenmill.checkpoint.hf_directory import HFDirectory
 from tokenmill.checkpoint.packed_directory import MANIFEST, PackedDirectory
 from tokenmill.checkpoint.quantized_directory import QuantizedDirectory, quantization_method
@@ -14,7 +15,7 @@ from tokenmill.errors import CheckpointError, ModelNotFoundError
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a GGUF file, a directory of Hugging Face or of `tokenmill quantize`, or one that holds
-    one GGUF file.
+    one GGUF file or its parts.
 
     Raises `ModelNotFoundError` if there is no model, and `CheckpointError` if it cannot be read.
     """
@@ -27,14 +28,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if (path / "config.json").is_file():
         files = HFDirectory.open(path)
         return QuantizedDirectory(files) if quantization_method(files.config) else files
-    gguf_files = sorted(path.glob("*.gguf"))
+    gguf_files = first_parts(sorted(file.name for file in path.glob("*.gguf")))
     if not gguf_files:
         raise ModelNotFoundError(
             f"{path}: there is no model here; looked for config.json and for a .gguf file."
         )
     if len(gguf_files) > 1:
-        names = ", ".join(file.name for file in gguf_files)
         raise CheckpointError(
-            f"{path}: there are {len(gguf_files)} GGUF files ({names}); give the path of one."
+            f"{path}: there are {len(gguf_files)} GGUF files ({', '.join(gguf_files)}); give the"
+            f" path of one."
         )
-    return GGUFCheckpoint.open(gguf_files[0])
+    return GGUFCheckpoint.open(path / gguf_files[0])

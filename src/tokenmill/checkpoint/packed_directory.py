@@ -10,25 +10,29 @@ weights or config.json that are not those that the manifest was written for.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor, TokenizerData
 from tokenmill.checkpoint.hf_directory import CONFIG, read_configs
+from tokenmill.checkpoint.mapped_file import FileRange, MappedFile
+from tokenmill.checkpoint.safetensors_header import read_header
 from tokenmill.errors import CheckpointError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
 
 MANIFEST = "packed.json"
 WEIGHTS = "packed.safetensors"
 LAYOUT_VERSION = 1
 """Of the packed layouts; rises when csrc/gemm_kernels.h changes what bytes mean."""
 ALIGNMENT = 64
-_MAX_HEADER_BYTES = 64 << 20
 
 
 class PackedTensor(msgspec.Struct, frozen=True):
@@ -71,7 +75,7 @@ class PackedDirectory:
         self.generation_config: Mapping[str, Any]
         self.config, self.generation_config = read_configs(path)
         self.tokenizer_data = TokenizerData(directory=path)
-        header, self._data_begin = _read_header(path / WEIGHTS)
+        header, self._data_begin = read_header(path / WEIGHTS)
         _check(self.manifest, path, header)
         self._entries: dict[str, dict[str, Any]] = {
             name: entry for name, entry in json.loads(header).items() if name != "__metadata__"
@@ -86,7 +90,6 @@ class PackedDirectory:
             for name, entry in self._entries.items()
         }
         self.num_bytes = self.manifest.num_bytes - self._data_begin
-        self._mapped: Any = None
 
     @classmethod
     def open(cls, path: Path) -> PackedDirectory:
@@ -98,29 +101,33 @@ class PackedDirectory:
 
     def read(self, name: str) -> RawTensor:
         """The tensor of this name: a view of the mapped file."""
+        (pages,) = self.file_ranges(name)
+        # All tensors are views of one, so that neighbours can be views of one piece.
+        data = self._bytes[pages.begin : pages.end]
+        return RawTensor(self.tensor_shapes[name], self.tensor_formats[name], data, pages=pages)
+
+    def file_ranges(self, name: str) -> tuple[FileRange, ...]:
+        """Where the tensor of this name lies. Raises `CheckpointError` if there is none."""
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(
                 f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._entries)}"
             )
         begin, end = (self._data_begin + offset for offset in entry["data_offsets"])
-        return RawTensor(
-            self.tensor_shapes[name], self.tensor_formats[name], self._bytes()[begin:end]
-        )
+        return (FileRange(self._file, begin, end),)
 
     def close(self) -> None:
-        self._mapped = None
+        self.__dict__.pop("_bytes", None)
+        self.__dict__.pop("_file", None)
 
-    def _bytes(self) -> Any:
-        """The whole file as one tensor, so that neighbours can be views of one piece."""
-        import torch
+    @functools.cached_property
+    def _file(self) -> MappedFile:
+        return MappedFile(self.path / WEIGHTS)
 
-        if self._mapped is None:
-            with (self.path / WEIGHTS).open("rb") as stream:
-                # Private: whoever writes to it changes neither the file nor another's view.
-                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._mapped = torch.frombuffer(mapped, dtype=torch.uint8)
-        return self._mapped
+    @functools.cached_property
+    def _bytes(self) -> torch.Tensor:
+        """The whole file."""
+        return self._file.tensor(0, self.manifest.num_bytes)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -144,20 +151,6 @@ def read_manifest(directory: Path) -> Manifest:
 def digest(content: bytes) -> str:
     """sha256, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
-
-
-def _read_header(file: Path) -> tuple[bytes, int]:
-    """The header's JSON, and where the tensors begin."""
-    try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > _MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{file}: the header's length, {size} bytes, cannot be right."
-                )
-            return stream.read(size), 8 + size
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}.") from error
 
 
 def _check(manifest: Manifest, path: Path, header: bytes) -> None:

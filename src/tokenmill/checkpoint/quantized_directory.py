@@ -21,6 +21,7 @@ from typing import Any
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
 from tokenmill.checkpoint.gguf_types import TENSOR_TYPES
 from tokenmill.checkpoint.hf_directory import HFDirectory
+from tokenmill.checkpoint.mapped_file import FileRange
 from tokenmill.errors import CheckpointError, did_you_mean
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
@@ -118,6 +119,12 @@ class QuantizedDirectory:
                 f"{where}: its tensors do not fit each other and the config ({shapes}): {error}."
             ) from error
         return RawTensor(packed.shape, packed.block_type, data)
+
+    def file_ranges(self, name: str) -> tuple[FileRange, ...]:
+        """Where the parts of a matrix lie. Raises `CheckpointError` if there is no such tensor."""
+        packed = self._packed.get(name)
+        names = [f"{packed.module}.{part}" for part in packed.parts] if packed else [name]
+        return tuple(where for each in names for where in self._files.file_ranges(each))
 
     def close(self) -> None:
         self._files.close()

@@ -11,6 +11,7 @@ rows can be read back one by one, for an embedding that shares them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,10 +55,20 @@ class PackedBf16:
     @classmethod
     def pack(cls, weight: torch.Tensor, row_index: torch.Tensor | None = None) -> PackedBf16:
         """Copy weight, bfloat16 [N, K]; row i becomes weight[row_index[i]] (int64 [N])."""
-        n, k = weight.shape
-        buffer = _allocate(native.module().packed_bf16_bytes(n, k))
-        native.module().pack_bf16(weight, buffer, row_index)
-        return cls(buffer, n, k)
+        packed = cls.empty(*weight.shape)
+        native.module().pack_bf16(weight, packed.buffer, row_index)
+        return packed
+
+    @classmethod
+    def empty(cls, out_features: int, in_features: int) -> PackedBf16:
+        """Zeros [N, K], to be filled."""
+        num_bytes = native.module().packed_bf16_bytes(out_features, in_features)
+        return cls(_allocate(num_bytes), out_features, in_features)
+
+    def fill(self, first: int, weight: torch.Tensor) -> None:
+        """Copy weight, bfloat16 [n, K], to rows [first, first + n); see `_panels`."""
+        panels = _panels(self, native.module().packed_bf16_bytes, first, len(weight))
+        native.module().pack_bf16(weight, panels, None)
 
     def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ids (int32 or int64 [num_ids]) of the weight, float32 [num_ids, K]."""
@@ -80,10 +91,20 @@ class PackedFloat32:
     @classmethod
     def pack(cls, weight: torch.Tensor, row_index: torch.Tensor | None = None) -> PackedFloat32:
         """Copy weight, float32 [N, K]; row i becomes weight[row_index[i]] (int64 [N])."""
-        n, k = weight.shape
-        buffer = _allocate(native.module().packed_float32_bytes(n, k))
-        native.module().pack_float32(weight, buffer, row_index)
-        return cls(buffer, n, k)
+        packed = cls.empty(*weight.shape)
+        native.module().pack_float32(weight, packed.buffer, row_index)
+        return packed
+
+    @classmethod
+    def empty(cls, out_features: int, in_features: int) -> PackedFloat32:
+        """Zeros [N, K], to be filled."""
+        num_bytes = native.module().packed_float32_bytes(out_features, in_features)
+        return cls(_allocate(num_bytes), out_features, in_features)
+
+    def fill(self, first: int, weight: torch.Tensor) -> None:
+        """Copy weight, float32 [n, K], to rows [first, first + n); see `_panels`."""
+        panels = _panels(self, native.module().packed_float32_bytes, first, len(weight))
+        native.module().pack_float32(weight, panels, None)
 
     def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ids (int32 or int64 [num_ids]) of the weight, float32 [num_ids, K]."""
@@ -121,10 +142,35 @@ class PackedBlocks:
         Row i becomes row row_index[i] (int64 [N]). Reads raw once and panel by panel, so a mapped
         file need not be in memory.
         """
-        module = native.module()
-        buffer = _allocate(module.packed_blocks_bytes(block_type, out_features, in_features))
-        module.pack_blocks(block_type, raw, out_features, in_features, buffer, row_index)
-        return cls(buffer, block_type, out_features, in_features)
+        packed = cls.empty(block_type, out_features, in_features)
+        native.module().pack_blocks(
+            block_type, raw, out_features, in_features, packed.buffer, row_index
+        )
+        return packed
+
+    @classmethod
+    def empty(cls, block_type: str, out_features: int, in_features: int) -> PackedBlocks:
+        """Zeros [N, K], to be filled."""
+        num_bytes = native.module().packed_blocks_bytes(block_type, out_features, in_features)
+        return cls(_allocate(num_bytes), block_type, out_features, in_features)
+
+    def fill(self, first: int, raw: torch.Tensor) -> None:
+        """Copy rows of blocks, uint8 [n, bytes of a row], to rows [first, first + n); see
+        `_panels`.
+        """
+        panels = _panels(self, self._num_bytes, first, len(raw))
+        native.module().pack_blocks(
+            self.block_type, raw.view(-1), len(raw), self.in_features, panels, None
+        )
+
+    def fill_quantized(self, first: int, weight: torch.Tensor) -> None:
+        """Quantise weight [n, K] as `quantize` does, to rows [first, first + n); see `_panels`."""
+        panels = _panels(self, self._num_bytes, first, len(weight))
+        native.module().pack_quantized(weight, self.block_type, panels, None)
+
+    def _num_bytes(self, num_rows: int, in_features: int) -> int:
+        num_bytes: int = native.module().packed_blocks_bytes(self.block_type, num_rows, in_features)
+        return num_bytes
 
     @staticmethod
     def empty_buffer(num_bytes: int) -> torch.Tensor:
@@ -142,10 +188,9 @@ class PackedBlocks:
 
         Row i becomes row row_index[i] (int64 [N]).
         """
-        n, k = weight.shape
-        buffer = _allocate(native.module().packed_blocks_bytes(block_type, n, k))
-        native.module().pack_quantized(weight, block_type, buffer, row_index)
-        return cls(buffer, block_type, n, k)
+        packed = cls.empty(block_type, *weight.shape)
+        native.module().pack_quantized(weight, block_type, packed.buffer, row_index)
+        return packed
 
     def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ids (int32 or int64 [num_ids]) of the weight, float32 [num_ids, K]."""
@@ -299,6 +344,22 @@ def quantize_rows_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     inverse = torch.where(nonzero, most / largest, 0.0)
     codes = (groups * inverse.unsqueeze(-1)).round().to(torch.int8)
     return codes.flatten(-2), torch.where(nonzero, largest / most, 0.0)
+
+
+def _panels(
+    packed: PackedBf16 | PackedFloat32 | PackedBlocks,
+    num_bytes: Callable[[int, int], int],
+    first: int,
+    num_rows: int,
+) -> torch.Tensor:
+    """The bytes of rows [first, first + num_rows), which must be whole panels, except that the last
+    rows of the weight may be fewer.
+    """
+    end = first + num_rows
+    assert first % PANEL_COLUMNS == 0
+    assert end % PANEL_COLUMNS == 0 or end == packed.out_features
+    begin = num_bytes(first, packed.in_features)
+    return packed.buffer[begin : begin + num_bytes(num_rows, packed.in_features)]
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:

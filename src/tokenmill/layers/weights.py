@@ -47,6 +47,7 @@ def parameter_slot(name: str, parameter: torch.Tensor, offset: float = 0.0) -> W
     def load(raw: RawTensor) -> None:
         values = dequantize(raw, parameter.dtype)
         parameter.copy_(values + offset if offset else values)
+        raw.release()
 
     return WeightSlot(name, tuple(parameter.shape), load)
 

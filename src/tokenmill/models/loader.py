@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
+from tokenmill.checkpoint.read_ahead import ReadAhead
 from tokenmill.config.engine_config import ModelConfig
 from tokenmill.config.parameters import read_parameters
 from tokenmill.config.pooling import CLASSIFIER, num_labels
@@ -21,6 +23,7 @@ from tokenmill.layers.weights import HasWeights, WeightSlot
 from tokenmill.models.base import CausalLM
 from tokenmill.models.pooling import add_head
 from tokenmill.models.registry import get_model_class
+from tokenmill.observe.rate import rate
 from tokenmill.quantization.dequantize import dequantize
 
 logger = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ def load_model(
     """Build the model and fill it, in evaluation mode and without gradients.
 
     It lies on the device of its `kernels` (by default the best of the CPU). Memory holds the
-    weights once, and one tensor more while it is converted. Raises `CheckpointError` that lists
+    weights once, and parts of the files that are read ahead. Raises `CheckpointError` that lists
     every tensor which is missing, unexpected or of a wrong shape, and `ConfigError` for a config
     that the model's family cannot serve.
     """
@@ -114,12 +117,15 @@ def _weight_slots(model: nn.Module) -> list[WeightSlot]:
 def _fill(slots: list[WeightSlot], checkpoint: Checkpoint, on_progress: Progress) -> None:
     done, total = 0, checkpoint.num_bytes
     on_progress(done, total)
-    for slot in slots:
-        raw = checkpoint.read(slot.name)
-        slot.load(raw)
-        done += raw.data.numel()
-        on_progress(done, total)
+    begin = time.monotonic()
+    with ReadAhead(checkpoint, [slot.name for slot in slots]) as ahead:
+        for slot in slots:
+            raw = ahead.read(slot.name)
+            slot.load(raw)
+            done += raw.data.numel()
+            on_progress(done, total)
     on_progress(total, total)
+    logger.info("loaded %s: %s", checkpoint.path, rate(total, time.monotonic() - begin))
 
 
 def _left_out(prefix: str, checkpoint: Checkpoint) -> str:

@@ -37,6 +37,7 @@ def dequantize(raw: RawTensor, dtype: torch.dtype) -> torch.Tensor:
     the interpreter to others most of the time. Raises `CheckpointError` if the format is not
     supported.
     """
+    raw.need()
     if raw.format in _PLAIN:
         values = rows_in_order(raw).view(_PLAIN[raw.format]).view(raw.shape)
         return (values - raw.value_offset if raw.value_offset else values).to(dtype)

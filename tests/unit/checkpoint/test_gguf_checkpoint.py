@@ -203,11 +203,6 @@ def test_a_parameter_that_cannot_be_is_named(tmp_path, key):
         open_tiny(tmp_path, metadata={key: value})
 
 
-def test_a_part_of_a_split_file_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"3 parts.*llama-gguf-split --merge"):
-        open_tiny(tmp_path, metadata={"split.count": 3})
-
-
 def test_a_file_without_an_embedding_is_refused(tmp_path):
     path = tmp_path / "empty.gguf"
     writer = gguf.GGUFWriter(path, "llama")
