@@ -61,6 +61,8 @@ class ModelConfig:
     """Width of the logits."""
     pooling: PoolingConfig | None = None
     """None for a model that generates."""
+    implementation: str = "tokenmill"
+    """Whose code it runs on: `tokenmill`, or `transformers`."""
 
 
 @dataclass(frozen=True, slots=True)

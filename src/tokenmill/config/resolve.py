@@ -78,15 +78,16 @@ def resolve(
     tensor_shapes: Mapping[str, tuple[int, ...]],
     tensor_formats: Mapping[str, str],
     machine: Machine,
+    implementation: str = "tokenmill",
 ) -> EngineConfig:
     """Settle every setting.
 
-    `config` and the tensors describe the model's files at `path`. Raises `ConfigError`, and
-    `MemoryBudgetError` where weights and KV pool do not fit `machine`.
+    `config` and the tensors describe the model's files at `path`; it runs on `implementation`'s
+    code. Raises `ConfigError`, and `MemoryBudgetError` where it does not fit `machine`.
     """
     choices = _Choices()
     hf_config = apply_overrides(config, args.hf_overrides)
-    pooling, parameters, args = _pooling(args, hf_config, path)
+    pooling, parameters, args = _pooling(args, hf_config, path, implementation)
     device = _device(args, machine, choices)
     defaults = DEFAULTS[device]
     dtype = _dtype(args, device, choices)
@@ -96,9 +97,8 @@ def resolve(
     kernels = choose_kernels(device, dtype, machine)
     kv_dtype = _kv_dtype(args, dtype, kernels)
     quantization = choose_quantization(args.quantization, device, dtype, kernels)
-    weights = Weights(
-        tensor_shapes, tensor_formats, dtype, keeps_blocks(kernels, dtype), quantization
-    )
+    blocks = keeps_blocks(kernels, dtype)
+    weights = Weights(tensor_shapes, tensor_formats, dtype, blocks, quantization)
     flops = flops_per_second(kernels, num_threads)
     budget = _token_budget(args, weights, parameters, flops, defaults, choices)
     step = StepShape(_max_num_seqs(args, budget, defaults, choices), budget, max_model_len)
@@ -133,10 +133,10 @@ def resolve(
 
 
 def _pooling(
-    args: EngineArgs, hf_config: Mapping[str, Any], path: str
+    args: EngineArgs, hf_config: Mapping[str, Any], path: str, implementation: str
 ) -> tuple[PoolingConfig | None, ModelParameters, EngineArgs]:
     """How the model pools, if it does; its sizes; and the settings that follow."""
-    parameters = read_parameters(hf_config)
+    parameters = read_parameters(hf_config, caches_latents=implementation == "tokenmill")
     pooling, args = resolve_pooling(args, hf_config, parameters, path)
     return pooling, parameters, args
 

@@ -35,6 +35,7 @@ from tokenmill.engine.pooling_processor import PoolingProcessor
 from tokenmill.errors import ConfigError, did_you_mean
 from tokenmill.kernels.accelerator import find_accelerator
 from tokenmill.kernels.native import active_isa
+from tokenmill.models.registry import NATIVE, choose_implementation
 from tokenmill.sampling_params import SamplingParams
 from tokenmill.structured_output.build import build_grammars
 from tokenmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -96,16 +97,38 @@ def open_model(args: EngineArgs, on_progress: Progress) -> Checkpoint:
 
 def settle_config(args: EngineArgs, checkpoint: Checkpoint) -> EngineConfig:
     """Settings, model and machine to what the engine runs with; the choices are logged."""
+    implementation, model_config = settle_implementation(args, checkpoint.config)
     config = resolve(
         args,
         path=str(checkpoint.path),
-        config=checkpoint.config,
+        config=model_config,
         tensor_shapes=checkpoint.tensor_shapes,
         tensor_formats=checkpoint.tensor_formats,
         machine=find_machine(args),
+        implementation=implementation,
     )
+    config = replace(config, model=replace(config.model, implementation=implementation))
     _log_choices(config)
     return config
+
+
+def settle_implementation(
+    args: EngineArgs, config: Mapping[str, Any]
+) -> tuple[str, Mapping[str, Any]]:
+    """Whose code the model of a config.json runs on, and the config with all sizes.
+
+    Raises `ConfigError` if there is no code for it.
+    """
+    overridden = apply_overrides(config, args.hf_overrides)
+    architectures = overridden.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        return NATIVE, config  # which is refused where sizes are read
+    implementation = choose_implementation(args.model_impl, str(architectures[0]))
+    if implementation == NATIVE:
+        return implementation, config
+    from tokenmill.models.transformers_backend.library import completed
+
+    return implementation, completed(overridden)
 
 
 def find_machine(args: EngineArgs) -> Machine:
@@ -199,7 +222,9 @@ def _open_dummy(args: EngineArgs, path: Path) -> Checkpoint:
 
     return open_dummy(
         path,
-        tensor_shapes=lambda config: tensor_shapes(apply_overrides(config, args.hf_overrides)),
+        tensor_shapes=lambda config: tensor_shapes(
+            apply_overrides(config, args.hf_overrides), settle_implementation(args, config)[0]
+        ),
         seed=args.seed,
     )
 

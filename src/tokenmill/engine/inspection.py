@@ -1,19 +1,23 @@
-"""What a model is and what it needs, from its headers alone: no weight is read, no torch loaded."""
+"""What a model is and what it needs, from its headers alone: no weight is read, and torch is loaded
+only by transformers, if it has the model's code.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.machine import Machine
 from tokenmill.config.parameters import ModelParameters, read_parameters
 from tokenmill.config.resolve import apply_overrides, resolve
-from tokenmill.engine.build import Progress, find_machine, open_model
-from tokenmill.models.registry import MODELS
+from tokenmill.engine.build import Progress, find_machine, open_model, settle_implementation
+from tokenmill.errors import ConfigError
+from tokenmill.models.registry import NATIVE, TRANSFORMERS
 
 SHORTEST_CONTEXT = 1024
 CONTEXT_STEP = 4
@@ -42,7 +46,11 @@ class ModelReport:
     path: str
     parameters: ModelParameters
     is_supported: bool
-    """Whether there is a native family for its architecture."""
+    """Whether there is code for its architecture."""
+    implementation: str
+    """Whose code it runs on: `tokenmill` (a native family) or `transformers`; empty if nobody's."""
+    why_not: str
+    """Why it is not supported; empty if it is."""
     num_parameters: int
     formats: dict[str, int]
     """Format of tensors, as in the file -> parameters in it, most first."""
@@ -69,11 +77,12 @@ def inspect_model(args: EngineArgs, on_progress: Progress) -> ModelReport:
 
 
 def _report(args: EngineArgs, checkpoint: Checkpoint, machine: Machine) -> ModelReport:
-    parameters = read_parameters(apply_overrides(checkpoint.config, args.hf_overrides))
     formats: Counter[str] = Counter()
     for name, shape in checkpoint.tensor_shapes.items():
         formats[checkpoint.tensor_formats[name]] += prod(shape)
     accelerator = machine.accelerator
+    implementation, config_json, why_not = _implementation(args, checkpoint.config)
+    parameters = read_parameters(apply_overrides(config_json, args.hf_overrides))
     roomy = replace(
         machine,
         available_memory=_ENOUGH,
@@ -85,10 +94,11 @@ def _report(args: EngineArgs, checkpoint: Checkpoint, machine: Machine) -> Model
         config = resolve(
             one,
             path=str(checkpoint.path),
-            config=checkpoint.config,
+            config=config_json,
             tensor_shapes=checkpoint.tensor_shapes,
             tensor_formats=checkpoint.tensor_formats,
             machine=roomy,
+            implementation=implementation or NATIVE,
         )
         dtype, kernels, weights = config.model.dtype, config.kernels, config.ledger.weights
         available = (
@@ -102,7 +112,9 @@ def _report(args: EngineArgs, checkpoint: Checkpoint, machine: Machine) -> Model
         model=args.model,
         path=str(checkpoint.path),
         parameters=parameters,
-        is_supported=parameters.architecture in MODELS,
+        is_supported=bool(implementation),
+        implementation=implementation,
+        why_not=why_not,
         num_parameters=formats.total(),
         formats=dict(formats.most_common()),
         file_bytes=checkpoint.num_bytes,
@@ -112,6 +124,21 @@ def _report(args: EngineArgs, checkpoint: Checkpoint, machine: Machine) -> Model
         kernels=kernels,
         needs=needs,
     )
+
+
+def _implementation(
+    args: EngineArgs, config: Mapping[str, Any]
+) -> tuple[str, Mapping[str, Any], str]:
+    """Whose code runs the model, its config with all sizes, and why nobody's does."""
+    try:
+        implementation, completed = settle_implementation(args, config)
+        if implementation == TRANSFORMERS:  # whose own refusals need no weights
+            from tokenmill.models.transformers_backend.library import library_model
+
+            library_model(completed)
+    except ConfigError as error:
+        return "", config, str(error)
+    return implementation, completed, ""
 
 
 def _contexts(longest: int) -> Iterator[int]:

@@ -22,7 +22,7 @@ from tokenmill.layers.kernels import LayerKernels, layer_kernels
 from tokenmill.layers.weights import HasWeights, WeightSlot
 from tokenmill.models.base import CausalLM
 from tokenmill.models.pooling import add_head
-from tokenmill.models.registry import get_model_class
+from tokenmill.models.registry import NATIVE, TRANSFORMERS, get_model_class
 from tokenmill.observe.rate import rate
 from tokenmill.quantization.dequantize import dequantize
 
@@ -51,13 +51,20 @@ def load_model(
     every tensor which is missing, unexpected or of a wrong shape, and `ConfigError` for a config
     that the model's family cannot serve.
     """
+    if model_config.implementation == TRANSFORMERS:
+        from tokenmill.models.transformers_backend.load import load
+
+        return load(model_config, checkpoint, on_progress, kernels)
     family = get_model_class(model_config.architecture)
     prefix = _left_out(family.optional_prefix, checkpoint)
     hf_config = {**family.config_defaults, **model_config.hf_config}
     pooling = model_config.pooling
     # A model that pools reads no head: it counts as tied.
-    hf_config["tie_word_embeddings"] = pooling is not None or _has_tied_head(
-        hf_config, checkpoint, family.embedding_name.removeprefix(prefix)
+    hf_config["tie_word_embeddings"] = pooling is not None or has_tied_head(
+        bool(hf_config.get("tie_word_embeddings", False)),
+        checkpoint,
+        HEAD,
+        family.embedding_name.removeprefix(prefix),
     )
     dtype = getattr(torch, model_config.dtype)
     kernels = kernels or layer_kernels(dtype)
@@ -68,30 +75,36 @@ def load_model(
     assert isinstance(model, nn.Module)
     if pooling is not None:
         add_head(model, read_parameters(hf_config).hidden_size, len(pooling.labels))
-    slots = [replace(slot, name=slot.name.removeprefix(prefix)) for slot in _weight_slots(model)]
+    slots = [replace(slot, name=slot.name.removeprefix(prefix)) for slot in weight_slots(model)]
     skipped = {HEAD} if hf_config["tie_word_embeddings"] else set()
     skipped |= getattr(family, "unused_tensors", frozenset())
-    _check_names_and_shapes(slots, checkpoint, skipped)
-    _fill(slots, checkpoint, on_progress)
+    check_names_and_shapes(slots, checkpoint, skipped)
+    fill(slots, checkpoint, on_progress)
     model.eval()
     return model
 
 
-def tensor_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(
+    hf_config: Mapping[str, Any], implementation: str = NATIVE
+) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a model of this config reads; takes no memory for them.
 
     Raises `ConfigError` for a config that cannot be served.
     """
-    with _EmptyTensorsOnMeta():
+    if implementation == TRANSFORMERS:
+        from tokenmill.models.transformers_backend import load
+
+        return load.tensor_shapes(hf_config)
+    with EmptyTensorsOnMeta():
         sizes = read_parameters(hf_config)
         model = get_model_class(sizes.architecture)(hf_config, dtype=torch.float32, max_model_len=1)
         assert isinstance(model, nn.Module)
         if sizes.architecture.endswith(CLASSIFIER):
             add_head(model, sizes.hidden_size, num_labels(hf_config))
-    return {slot.name: slot.shape for slot in _weight_slots(model)}
+    return {slot.name: slot.shape for slot in weight_slots(model)}
 
 
-class _EmptyTensorsOnMeta(TorchFunctionMode):
+class EmptyTensorsOnMeta(TorchFunctionMode):
     """Gives tensors that are to be filled by the loader no memory.
 
     Only those: under `torch.device("meta")` what a model computes from its config would have no
@@ -104,7 +117,8 @@ class _EmptyTensorsOnMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _weight_slots(model: nn.Module) -> list[WeightSlot]:
+def weight_slots(model: nn.Module) -> list[WeightSlot]:
+    """Every place for a tensor in our layers of `model`, by its names of modules."""
     return [
         slot
         for prefix, module in model.named_modules()
@@ -114,7 +128,8 @@ def _weight_slots(model: nn.Module) -> list[WeightSlot]:
 
 
 @torch.inference_mode()
-def _fill(slots: list[WeightSlot], checkpoint: Checkpoint, on_progress: Progress) -> None:
+def fill(slots: list[WeightSlot], checkpoint: Checkpoint, on_progress: Progress) -> None:
+    """Read every slot's tensor into its place."""
     done, total = 0, checkpoint.num_bytes
     on_progress(done, total)
     begin = time.monotonic()
@@ -133,22 +148,23 @@ def _left_out(prefix: str, checkpoint: Checkpoint) -> str:
     return "" if any(name.startswith(prefix) for name in checkpoint.tensor_shapes) else prefix
 
 
-def _has_tied_head(hf_config: Mapping[str, Any], checkpoint: Checkpoint, embedding: str) -> bool:
-    """Whether the head is the embedding; against the config, the checkpoint is right."""
-    tied = bool(hf_config.get("tie_word_embeddings", False))
-    if HEAD not in checkpoint.tensor_shapes:
+def has_tied_head(tied: bool, checkpoint: Checkpoint, head: str, embedding: str) -> bool:
+    """Whether the head is the embedding; against `tied`, the config's word, the checkpoint is
+    right. `head` and `embedding` are names of tensors.
+    """
+    if head not in checkpoint.tensor_shapes:
         if not tied:
             logger.warning(
                 "The config has tie_word_embeddings=false, but the checkpoint has no %s;"
                 " the embedding serves as head.",
-                HEAD,
+                head,
             )
         return True
-    if tied and not _same_values(checkpoint, HEAD, embedding):
+    if tied and not _same_values(checkpoint, head, embedding):
         logger.warning(
             "The config has tie_word_embeddings=true, but the checkpoint's %s differs from the"
             " embedding; it is kept as head.",
-            HEAD,
+            head,
         )
         return False
     return tied
@@ -191,9 +207,10 @@ def _listed(names: list[str]) -> str:
     return ", ".join([*names[:MAX_LISTED], *more])
 
 
-def _check_names_and_shapes(
+def check_names_and_shapes(
     slots: list[WeightSlot], checkpoint: Checkpoint, skipped: set[str]
 ) -> None:
+    """Raise `CheckpointError` that lists every fault; `skipped` tensors may be there."""
     shapes = checkpoint.tensor_shapes
     wanted = {slot.name for slot in slots} | skipped
     faults = _Faults(

@@ -1,10 +1,12 @@
-"""Architecture name -> model class, imported when asked for."""
+"""Architecture name -> model class, imported when asked for; or the code of another library."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
 
+from tokenmill.config.parameters import one_of
 from tokenmill.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -37,20 +39,58 @@ MODELS: dict[str, str] = {
 """Architecture, as a config.json names it -> module of this package, and class."""
 
 
+NATIVE = "tokenmill"
+TRANSFORMERS = "transformers"
+IMPLEMENTATIONS = ("auto", NATIVE, TRANSFORMERS)
+"""What `model_impl` may be."""
+INSTALL_TRANSFORMERS = 'pip install "tokenmill[transformers]"'
+
+
+def has_native_family(architecture: str) -> bool:
+    """Whether there is a model of this package for an architecture."""
+    return _with_head(architecture) in MODELS
+
+
+def choose_implementation(model_impl: str, architecture: str) -> str:
+    """Whose code a model runs on: `NATIVE`, or `TRANSFORMERS`, which is not imported for this.
+
+    Raises `ConfigError` for another `model_impl`, and where the code is not there.
+    """
+    one_of("model_impl", model_impl, IMPLEMENTATIONS)
+    if model_impl == NATIVE or (model_impl == "auto" and has_native_family(architecture)):
+        _find(architecture)
+        return NATIVE
+    if importlib.util.find_spec("transformers") is None:
+        if model_impl == "auto":
+            raise ConfigError(
+                f"Models of architecture {architecture!r} have no native family."
+                f"{did_you_mean(architecture, MODELS)} Decoders run on the code that the"
+                f" transformers library has for them: {INSTALL_TRANSFORMERS}."
+            )
+        raise ConfigError(
+            f"model_impl='transformers' needs the transformers library: {INSTALL_TRANSFORMERS}."
+        )
+    return TRANSFORMERS
+
+
 def get_model_class(architecture: str) -> CausalLMClass:
     """The class of an architecture.
 
     Raises `ConfigError` for one we do not have.
     """
+    module, _, name = _find(architecture).partition(":")
+    found: CausalLMClass = getattr(importlib.import_module(f"tokenmill.models.{module}"), name)
+    return found
+
+
+def _find(architecture: str) -> str:
     architecture = _with_head(architecture)
     if architecture not in MODELS:
         raise ConfigError(
             f"Models of architecture {architecture!r} are not supported."
             f"{did_you_mean(architecture, MODELS)} Supported: {', '.join(MODELS)}."
         )
-    module, _, name = MODELS[architecture].partition(":")
-    found: CausalLMClass = getattr(importlib.import_module(f"tokenmill.models.{module}"), name)
-    return found
+    return MODELS[architecture]
 
 
 def _with_head(architecture: str) -> str:

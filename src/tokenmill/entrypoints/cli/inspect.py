@@ -63,11 +63,11 @@ def lines(report: ModelReport) -> list[str]:
     from tokenmill.config.memory import format_bytes
 
     sizes = report.parameters
-    supported = "" if report.is_supported else " (not supported)"
+    notes = {"": " (not supported)", "transformers": " (runs on transformers' code)"}
     formats = ", ".join(f"{name} {_millions(n)}" for name, n in report.formats.items())
     head = [
         ("model", f"{report.model} ({report.path})"),
-        ("architecture", f"{sizes.architecture}{supported}"),
+        ("architecture", f"{sizes.architecture}{notes.get(report.implementation, '')}"),
         (
             "shape",
             f"{sizes.num_layers} layers, hidden size {sizes.hidden_size:,}, {sizes.num_heads} heads"
@@ -82,6 +82,8 @@ def lines(report: ModelReport) -> list[str]:
             f" {report.kernels} kernels",
         ),
     ]
+    if report.why_not:
+        head.insert(2, ("because", report.why_not))
     table = [
         f"  {need.context:>12,}{format_bytes(need.kv_cache):>14}{format_bytes(need.total):>14}"
         f"  {'fits' if need.fits else 'does not fit'}"

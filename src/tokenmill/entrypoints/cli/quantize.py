@@ -87,7 +87,7 @@ def _packed(
 
     from tokenmill.config.engine_args import EngineArgs
     from tokenmill.config.machine import read_machine
-    from tokenmill.engine.build import open_model
+    from tokenmill.engine.build import open_model, settle_implementation
     from tokenmill.kernels import native
     from tokenmill.models.loader import tensor_shapes
     from tokenmill.quantization.pack_checkpoint import pack_checkpoint, tensors_digest
@@ -95,7 +95,8 @@ def _packed(
 
     native.module()  # refuses where the kernels that packing is for cannot be used
     native.set_num_threads(settings["num_threads"] or read_machine().num_cpus)
-    checkpoint = open_model(EngineArgs(**settings), on_progress)
+    args = EngineArgs(**settings)
+    checkpoint = open_model(args, on_progress)
     try:
         if present is not None:
             if present.format == format_ and present.source_digest == tensors_digest(checkpoint):
@@ -110,7 +111,9 @@ def _packed(
             out,
             cast(Quantization, format_),
             source=settings["model"],
-            order=tensor_shapes(checkpoint.config),
+            order=tensor_shapes(
+                checkpoint.config, settle_implementation(args, checkpoint.config)[0]
+            ),
             on_progress=lambda done, total: on_progress("load", done, total),
         )
         return manifest, True
