@@ -45,6 +45,12 @@ _PACKED_BLOCK_BYTES = {
 }
 """Bytes that 32 values of a GGUF block type take where the native kernels keep their codes."""
 _BLOCK_VALUES = 32
+_CODES, _SCALES = "U8", "_scales"
+"""Format of MXFP4 in tensors of their own, two values a byte, and the end of the scales' names."""
+_VOCABULARIES = ("model.embed_tokens.", "lm_head.")
+_ROUTERS = (".gate.weight", ".router.weight")
+_FUSED_EXPERTS = ".experts."
+"""In the names of tensors [experts, in_features, out_features]."""
 _QUANTIZED_BYTES = {"fp8": 1.001, "int8": 34 / 32, "int4": 0.5 + 4 / 32}
 """Of a value of a matrix, scales included: one a row, or scale and minimum of 32 values."""
 
@@ -60,12 +66,12 @@ class Weights:
     keeps_blocks: bool
     """Whether block types keep their codes; else they become `dtype`."""
     quantization: str | None = None
-    """What plain matrices become. Vectors keep `dtype`, and so does the vocabulary, except on the
-    native kernels: there it has eight bits."""
+    """What plain matrices become. Vectors keep `dtype`, and so do the vocabulary and routers,
+    except on the native kernels: there they have eight bits."""
 
     @property
     def num_values(self) -> int:
-        return sum(prod(shape) for shape in self.shapes.values())
+        return sum(self._values_of(name, prod(shape)) for name, shape in self.shapes.items())
 
     @property
     def num_bytes(self) -> int:
@@ -76,21 +82,34 @@ class Weights:
         block_bytes = _PACKED_BLOCK_BYTES.get(self.formats[name].removeprefix(PACKED_PREFIX))
         if self.keeps_blocks and block_bytes is not None:
             return num_values // _BLOCK_VALUES * block_bytes
+        if self.formats[name] == _CODES:
+            return self._code_bytes(name, num_values)
         quantization = self._quantization_of(name)
         if quantization is not None:
             return int(num_values * _QUANTIZED_BYTES[quantization])
         return num_values * DTYPE_BYTES[self.dtype]
 
+    def _values_of(self, name: str, num_stored: int) -> int:
+        if self.formats[name] != _CODES:
+            return num_stored
+        return 0 if name.endswith(_SCALES) else 2 * num_stored
+
+    def _code_bytes(self, name: str, num_stored: int) -> int:
+        if not self.keeps_blocks:
+            return self._values_of(name, num_stored) * DTYPE_BYTES[self.dtype]
+        return num_stored * (2 if name.endswith(_SCALES) else 1)  # a scale becomes a half
+
     def _quantization_of(self, name: str) -> str | None:
         shape = self.shapes[name]
-        if self.quantization is None or len(shape) != 2:
+        is_fused = len(shape) == 3 and _FUSED_EXPERTS in name
+        if self.quantization is None or not (len(shape) == 2 or is_fused):
             return None
-        is_vocabulary = name.startswith(("model.embed_tokens.", "lm_head."))
+        is_kept = name.startswith(_VOCABULARIES) or name.endswith(_ROUTERS)
         if not self.keeps_blocks:
-            return None if is_vocabulary else self.quantization
+            return None if is_kept else self.quantization
         if shape[1] % _BLOCK_VALUES:
             return None
-        return "int8" if is_vocabulary else self.quantization
+        return "int8" if is_kept else self.quantization
 
 
 def kv_bytes_per_token(parameters: ModelParameters, kv_dtype: str) -> int:

@@ -415,6 +415,33 @@ def test_on_the_native_kernels_the_vocabulary_has_eight_bits(
         resolved(on=gpu_machine(), quantization="int8")
 
 
+def test_routers_have_eight_bits_and_experts_in_one_tensor_have_four() -> None:
+    shapes = {
+        "model.layers.0.mlp.gate.weight": (8, 64),
+        "model.layers.0.mlp.router.weight": (8, 64),
+        "model.layers.0.mlp.experts.3.gate_proj.weight": (32, 64),
+        "model.layers.0.mlp.experts.down_proj": (4, 96, 64),
+    }
+    weights = Weights(
+        shapes,
+        dict.fromkeys(shapes, "BF16"),
+        "bfloat16",
+        keeps_blocks=True,
+        quantization="int4",
+    )
+    assert weights.num_bytes == 2 * 8 * 64 * 8.5 / 8 + (32 * 64 + 4 * 96 * 64) * 5 / 8
+
+
+def test_codes_in_tensors_of_their_own_count_as_their_values() -> None:
+    shapes = {"experts.down_proj_blocks": (4, 64, 3, 16), "experts.down_proj_scales": (4, 64, 3)}
+    formats = dict.fromkeys(shapes, "U8")
+    kept = Weights(shapes, formats, "bfloat16", keeps_blocks=True)
+    expanded = Weights(shapes, formats, "bfloat16", keeps_blocks=False)
+    assert kept.num_values == expanded.num_values == 4 * 64 * 96
+    assert kept.num_bytes == 4 * 64 * 3 * 18
+    assert expanded.num_bytes == 2 * 4 * 64 * 96
+
+
 def test_packed_tensors_count_as_their_block_types() -> None:
     weights = Weights({"a": (40, 64)}, {"a": "packed Q4_1"}, "bfloat16", keeps_blocks=True)
     assert weights.num_bytes == 40 * 2 * 20
