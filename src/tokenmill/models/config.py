@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.config.parameters import number, positive_int, read_parameters
-from tokenmill.errors import ConfigError, shown
+from tokenmill.config.parameters import number, read_parameters
+from tokenmill.config.windows import layer_windows
+from tokenmill.errors import ConfigError
 from tokenmill.kernels.activation import Gate
 from tokenmill.layers.rope import RopeConfig
 
@@ -17,7 +18,6 @@ _GATES: dict[str, Gate] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-_WINDOWED = {"full_attention": False, "sliding_attention": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class DecoderConfig:
         if "ropes" not in fields:
             fields["ropes"] = (RopeConfig.from_hf(hf_config),) * sizes.num_layers
         if "windows" not in fields:
-            fields["windows"] = layer_windows(hf_config, sizes.num_layers, lambda layer: True)
+            fields["windows"] = layer_windows(hf_config)
         return cls(**fields)
 
 
@@ -97,29 +97,3 @@ def activation_gate(hf_config: Mapping[str, Any], default: str = "silu") -> Gate
             )
         return _GATES[name]
     return _GATES[default]
-
-
-def layer_types(
-    hf_config: Mapping[str, Any], num_layers: int, is_windowed: Callable[[int], bool]
-) -> tuple[bool, ...]:
-    """Which layers have a window: as `layer_types` says, or else `is_windowed`, by layer."""
-    types = hf_config.get("layer_types")
-    if types is None:
-        return tuple(map(is_windowed, range(num_layers)))
-    if not isinstance(types, list) or len(types) < num_layers or not set(types) <= set(_WINDOWED):
-        raise ConfigError(
-            f"config.json: layer_types is {shown(types)}, but must be a list of at least"
-            f" {num_layers} of {', '.join(_WINDOWED)}, one for each layer."
-        )
-    return tuple(_WINDOWED[each] for each in types[:num_layers])
-
-
-def layer_windows(
-    hf_config: Mapping[str, Any], num_layers: int, is_windowed: Callable[[int], bool]
-) -> tuple[int | None, ...]:
-    """The window of each layer, from `sliding_window` and `layer_types`."""
-    if hf_config.get("sliding_window") is None:
-        return (None,) * num_layers
-    window = positive_int(hf_config, "sliding_window")
-    windowed = layer_types(hf_config, num_layers, is_windowed)
-    return tuple(window if each else None for each in windowed)

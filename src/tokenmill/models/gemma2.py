@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tokenmill.config.parameters import number, read_parameters
+from tokenmill.config.parameters import number
+from tokenmill.config.windows import layer_windows
 from tokenmill.errors import ConfigError
 from tokenmill.kernels.activation import soft_cap
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.self_attention import SelfAttention
-from tokenmill.models.config import DecoderConfig, layer_windows
+from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts
 
 
@@ -84,11 +85,10 @@ class Gemma2ForCausalLM(GemmaDecoder):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
         refuse_bidirectional(hf_config)
-        num_layers = read_parameters(hf_config).num_layers
         return DecoderConfig.from_hf(
             hf_config,
             norm_weight_offset=1.0,
-            windows=layer_windows(hf_config, num_layers, lambda layer: layer % 2 == 0),
+            windows=layer_windows(hf_config, "Gemma2"),
         )
 
     @classmethod

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from tokenmill.config.parameters import positive_int, read_parameters
+from tokenmill.config.windows import layer_windows, windowed_layers
 from tokenmill.errors import ConfigError
 from tokenmill.layers.rope import RopeConfig
-from tokenmill.models.config import DecoderConfig, layer_types, layer_windows
+from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import LayerParts
 from tokenmill.models.gemma2 import (
     GemmaDecoder,
@@ -32,18 +32,12 @@ class Gemma3ForCausalLM(GemmaDecoder):
     @classmethod
     def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
         refuse_bidirectional(hf_config)
-        num_layers = read_parameters(hf_config).num_layers
-        period = positive_int(hf_config, "sliding_window_pattern", 6)
-
-        def is_windowed(layer: int) -> bool:
-            return (layer + 1) % period != 0
-
         ropes = {kind: rope_of(hf_config, kind) for kind in (False, True)}
         return DecoderConfig.from_hf(
             hf_config,
             norm_weight_offset=1.0,
-            windows=layer_windows(hf_config, num_layers, is_windowed),
-            ropes=tuple(ropes[kind] for kind in layer_types(hf_config, num_layers, is_windowed)),
+            windows=layer_windows(hf_config, "Gemma3"),
+            ropes=tuple(ropes[kind] for kind in windowed_layers(hf_config, "Gemma3")),
         )
 
     @classmethod

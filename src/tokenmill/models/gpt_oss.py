@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 from tokenmill.checkpoint.checkpoint import RawTensor
-from tokenmill.config.parameters import number, read_parameters
+from tokenmill.config.parameters import number
+from tokenmill.config.windows import layer_windows
 from tokenmill.errors import ConfigError, shown
 from tokenmill.kernels.experts import ClampedGate, Routing
 from tokenmill.layers.experts import ExpertShape
 from tokenmill.layers.linear_method import Activations, LinearMethod, StreamReader
 from tokenmill.layers.moe import ExpertBlock, Router
 from tokenmill.layers.weights import WeightSlot, plain_raw
-from tokenmill.models.config import DecoderConfig, layer_windows
+from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 from tokenmill.models.mixtral import expert_counts
 from tokenmill.quantization.dequantize import plain_values
@@ -159,10 +160,7 @@ class GptOssForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:
-        num_layers = read_parameters(hf_config).num_layers
-        return DecoderConfig.from_hf(
-            hf_config, windows=layer_windows(hf_config, num_layers, lambda layer: layer % 2 == 0)
-        )
+        return DecoderConfig.from_hf(hf_config, windows=layer_windows(hf_config, "GptOss"))
 
     @classmethod
     def make_layer(cls, parts: LayerParts, hf_config: Mapping[str, Any]) -> nn.Module:

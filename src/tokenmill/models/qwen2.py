@@ -10,19 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from tokenmill.config.parameters import number, read_parameters
-from tokenmill.models.config import DecoderConfig, layer_windows
+from tokenmill.config.windows import layer_windows
+from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 
 
 def qwen_config(hf_config: Mapping[str, Any]) -> DecoderConfig:
     """The config of any Qwen; raises `ConfigError` that names the key at fault."""
-    num_layers = read_parameters(hf_config).num_layers
-    windows: tuple[int | None, ...] = (None,) * num_layers
-    if hf_config.get("use_sliding_window"):
-        first = number(hf_config, "max_window_layers", 28)
-        windows = layer_windows(hf_config, num_layers, lambda layer: layer >= first)
-    return DecoderConfig.from_hf(hf_config, windows=windows)
+    return DecoderConfig.from_hf(hf_config, windows=layer_windows(hf_config, "Qwen"))
 
 
 class Qwen2ForCausalLM(Decoder):

@@ -12,6 +12,7 @@ from helpers.models import PagedRun, model_from_tensors
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor
 from tokenmill.config.memory import kv_bytes_per_token
 from tokenmill.config.parameters import read_parameters
+from tokenmill.config.windows import has_rope
 from tokenmill.contracts.kv_cache import KVCacheSpec
 from tokenmill.errors import ConfigError
 from tokenmill.kernels import native
@@ -26,7 +27,7 @@ from tokenmill.models.gemma3 import Gemma3ForCausalLM
 from tokenmill.models.gpt2 import GPT2LMHeadModel as OurGPT2
 from tokenmill.models.mixtral import MixtralForCausalLM, expert_counts
 from tokenmill.models.qwen2 import qwen_config
-from tokenmill.models.smollm3 import SmolLM3ForCausalLM, has_rope
+from tokenmill.models.smollm3 import SmolLM3ForCausalLM
 from tokenmill.quantization.dequantize import dequantize
 from tokenmill.quantization.packed_blocks import QUANTIZED_TYPES
 
