@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import MemoryLedger
+from tokenmill.config.kv_layout import KVLayout
 from tokenmill.config.memory import StepShape, format_bytes
 from tokenmill.config.parameters import at_least
 from tokenmill.errors import ConfigError, MemoryBudgetError
@@ -16,7 +17,7 @@ class PoolSize:
     """The pool, and what it leaves of the memory."""
 
     num_blocks: int
-    """Including the null block."""
+    """Of tokens in all layers, the null block included."""
     max_model_len: int
     """The length asked for, or what fits if that was left to us (`max_model_len=-1`)."""
     ledger: MemoryLedger
@@ -26,19 +27,20 @@ def size_pool(
     args: EngineArgs,
     step: StepShape,
     *,
-    block_size: int,
-    bytes_per_block: int,
+    layout: KVLayout,
     ledger: MemoryLedger,
     default_fraction: float,
 ) -> PoolSize:
     """Size the pool from what `ledger` leaves.
 
+    Blocks are counted as if they held their tokens in all layers; where windows let layers share
+    memory (`layout`), the same bytes hold more tokens.
+
     Raises `MemoryBudgetError` with the amount needed, the amount there is, and the nearest setting
     that fits.
     """
-    num_blocks, setting = _num_blocks(
-        args, step, block_size, bytes_per_block, ledger, default_fraction
-    )
+    bytes_per_block = layout.bytes_per_whole_block
+    num_blocks, setting = _num_blocks(args, step, layout, ledger, default_fraction)
     if num_blocks < 1:
         raise MemoryBudgetError(
             f"{setting} gives the KV cache no block: one takes {format_bytes(bytes_per_block)},"
@@ -51,31 +53,32 @@ def size_pool(
             f" {format_bytes(ledger.left)} are left; the largest num_kv_blocks that fits is"
             f" {max(ledger.left // bytes_per_block - 1, 0)}."
         )
-    capacity = num_blocks * block_size
-    if step.max_model_len > capacity and args.max_model_len != -1:
-        needed = (-(-step.max_model_len // block_size) + 1) * bytes_per_block
+    num_usable = kv_pool // layout.bytes_per_block - 1
+    longest = layout.longest_sequence(num_usable)
+    if step.max_model_len > longest and args.max_model_len != -1:
+        needed = layout.bytes_needed(step.max_model_len) + layout.bytes_per_block
         raise MemoryBudgetError(
             f"max_model_len={step.max_model_len} needs {format_bytes(needed)} of KV cache, but it"
             f" has {format_bytes(kv_pool)} ({format_bytes(ledger.left)} are left beside the"
-            f" weights). The largest max_model_len that fits is {capacity}; -1 takes it. Or give"
+            f" weights). The largest max_model_len that fits is {longest}; -1 takes it. Or give"
             f" the cache more with kv_cache_memory_bytes."
         )
     return PoolSize(
         num_blocks=num_blocks + 1,
-        max_model_len=min(step.max_model_len, capacity),
-        ledger=replace(ledger, kv_pool=kv_pool, kv_tokens=capacity),
+        max_model_len=longest,
+        ledger=replace(ledger, kv_pool=kv_pool, kv_tokens=layout.capacity(num_usable)),
     )
 
 
 def _num_blocks(
     args: EngineArgs,
     step: StepShape,
-    block_size: int,
-    bytes_per_block: int,
+    layout: KVLayout,
     ledger: MemoryLedger,
     default_fraction: float,
 ) -> tuple[int, str]:
     """Blocks beside the null block, and the setting that says so."""
+    bytes_per_block, block_size = layout.bytes_per_whole_block, layout.block_size
     if ledger.left <= 0:
         raise MemoryBudgetError(
             f"{format_bytes(ledger.available)} of memory are available, but the weights need"
@@ -94,7 +97,7 @@ def _num_blocks(
         fraction = default_fraction
     if not 0 < fraction <= 1:
         raise ConfigError(f"kv_cache_memory_fraction={fraction} must lie in (0, 1].")
-    useful = step.max_num_seqs * -(-step.max_model_len // block_size)
+    useful = -(-step.max_num_seqs * layout.bytes_needed(step.max_model_len) // bytes_per_block)
     if _ends_in_its_step(args):
         useful = min(useful, -(-step.max_num_batched_tokens // block_size) + step.max_num_seqs)
     share = int(ledger.left * fraction) // bytes_per_block - 1

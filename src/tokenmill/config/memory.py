@@ -114,9 +114,13 @@ class Weights:
 
 def kv_bytes_per_token(parameters: ModelParameters, kv_dtype: str) -> int:
     """Bytes of one token's K and V in all layers."""
+    return parameters.num_layers * layer_kv_bytes(parameters, kv_dtype)
+
+
+def layer_kv_bytes(parameters: ModelParameters, kv_dtype: str) -> int:
+    """Bytes of one token's K and V in one layer."""
     parts = 2 if parameters.stores_values else 1
-    per_layer = parts * parameters.num_kv_heads * kv_head_bytes(parameters.head_size, kv_dtype)
-    return parameters.num_layers * per_layer
+    return parts * parameters.num_kv_heads * kv_head_bytes(parameters.head_size, kv_dtype)
 
 
 def workspace_bytes(parameters: ModelParameters, shape: StepShape) -> int:

@@ -34,9 +34,10 @@ from tokenmill.config.engine_config import (
     SamplingConfig,
     SchedulerConfig,
 )
+from tokenmill.config.kv_layout import KVLayout, model_windows
 from tokenmill.config.kv_pool import PoolSize, size_pool
 from tokenmill.config.machine import Machine
-from tokenmill.config.memory import StepShape, Weights, empty_ledger, kv_bytes_per_token
+from tokenmill.config.memory import StepShape, Weights, empty_ledger, layer_kv_bytes
 from tokenmill.config.parameters import ModelParameters, at_least, one_of, read_parameters
 from tokenmill.config.pooling import resolve_pooling
 from tokenmill.config.quantization import choose_quantization
@@ -105,8 +106,12 @@ def resolve(
     pool = size_pool(
         args,
         step,
-        block_size=block_size,
-        bytes_per_block=block_size * kv_bytes_per_token(parameters, kv_dtype),
+        layout=KVLayout(
+            block_size,
+            model_windows(hf_config, parameters, implementation),
+            layer_kv_bytes(parameters, kv_dtype),
+            step,
+        ),
         ledger=empty_ledger(machine, weights, parameters, step, device),
         default_fraction=defaults.kv_cache_memory_fraction,
     )

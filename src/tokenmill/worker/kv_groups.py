@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.config.kv_layout import group_size
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
 from tokenmill.models.base import CausalLM
 
 logger = logging.getLogger(__name__)
-
-MAX_GROUPS = 8
-"""Each group has block tables of its own, which every step prepares."""
 
 
 def kv_cache_config(config: EngineConfig, model: CausalLM) -> KVCacheConfig:
@@ -53,16 +50,7 @@ def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
         KVCacheGroup(names, spec)
         for kinds in by_size.values()
         for spec, layers in kinds.items()
-        for names in _cut(layers, _group_size([len(layers) for layers in kinds.values()]))
-    )
-
-
-def _group_size(counts: Sequence[int]) -> int:
-    """Layers of a group, for kinds with so many layers each."""
-    return next(
-        size
-        for size in itertools.count(min(counts))
-        if sum(-(-count // size) for count in counts) <= max(MAX_GROUPS, len(counts))
+        for names in _cut(layers, group_size([len(layers) for layers in kinds.values()]))
     )
 
 

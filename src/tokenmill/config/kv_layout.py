@@ -1,0 +1,133 @@
+"""How a KV pool's blocks lie, by arithmetic: what `worker/kv_groups.py` will make of the layers.
+
+    layers      w w w f w w w f     w: with a window, f: sees everything
+    groups      [w w][w w][w w][f f]    each with block tables of its own
+
+A block holds `block_size` tokens of one group's layers. So a sequence that fits its windows takes
+one block a group for so many tokens, and a longer one no more of windowed groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenmill.config.memory import StepShape
+from tokenmill.config.parameters import ModelParameters
+from tokenmill.config.windows import layer_windows
+
+MAX_GROUPS = 8
+"""Each group has block tables of its own, which every step prepares."""
+
+
+def group_size(counts: Sequence[int]) -> int:
+    """Layers of a group, for kinds with so many layers each.
+
+    Slots that a smaller group leaves empty are lost, so groups are as small as the rarest kind, but
+    larger where there would be too many.
+    """
+    return next(
+        size
+        for size in itertools.count(min(counts))
+        if sum(-(-count // size) for count in counts) <= max(MAX_GROUPS, len(counts))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Of one model and its largest step."""
+
+    block_size: int
+    windows: tuple[int | None, ...]
+    """Of each layer; None sees everything."""
+    bytes_per_token: int
+    """K and V of one token in one layer."""
+    step: StepShape
+    """The largest step, which tells the longest sequence as well."""
+
+    @property
+    def bytes_per_whole_block(self) -> int:
+        """Bytes of `block_size` tokens in all layers: the unit of `num_kv_blocks`."""
+        return self.block_size * self.bytes_per_token * len(self.windows)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of `block_size` tokens in the layers of a group."""
+        return self.block_size * self.bytes_per_token * self._group_size
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers do not keep everything."""
+        return any(window is not None for window in self._kinds)
+
+    def num_groups(self) -> int:
+        """Groups of all kinds."""
+        return sum(self._groups.values())
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Most blocks, of all groups, that a sequence of so many tokens holds at the same time."""
+        whole = -(-num_tokens // self.block_size)
+        return sum(
+            count * min(whole, self._kept_blocks(window)) for window, count in self._groups.items()
+        )
+
+    def bytes_needed(self, num_tokens: int) -> int:
+        """Bytes of these blocks."""
+        return self.blocks_needed(num_tokens) * self.bytes_per_block
+
+    def longest_sequence(self, num_blocks: int) -> int:
+        """Tokens, at most the model's length, of a sequence that has so many blocks to itself."""
+        fits, too_long = 0, self.step.max_model_len + 1
+        while fits + 1 < too_long:
+            num_tokens = (fits + too_long) // 2
+            if self.blocks_needed(num_tokens) <= num_blocks:
+                fits = num_tokens
+            else:
+                too_long = num_tokens
+        return fits
+
+    def capacity(self, num_blocks: int) -> int:
+        """Tokens of sequences of full length that so many blocks hold at once, or, where all layers
+        keep everything, tokens of any sequences.
+        """
+        if not self.has_windows:
+            return num_blocks // self.num_groups() * self.block_size
+        return num_blocks * self.step.max_model_len // self.blocks_needed(self.step.max_model_len)
+
+    @property
+    def _kinds(self) -> Counter[int | None]:
+        """Layers by what they keep: a window as long as the context keeps everything."""
+        return Counter(
+            window if window is not None and window < self.step.max_model_len else None
+            for window in self.windows
+        )
+
+    @property
+    def _group_size(self) -> int:
+        return group_size(list(self._kinds.values()))
+
+    @property
+    def _groups(self) -> dict[int | None, int]:
+        """Groups of each kind."""
+        size = self._group_size
+        return {window: -(-count // size) for window, count in self._kinds.items()}
+
+    def _kept_blocks(self, window: int | None) -> int:
+        """Most blocks that a group keeps of any sequence: what the next step's first query sees,
+        the step's own tokens, and one more as these begin and end anywhere in a block.
+        """
+        if window is None:
+            return -(-self.step.max_model_len // self.block_size)
+        return -(-(window - 1 + self.step.max_num_batched_tokens) // self.block_size) + 1
+
+
+def model_windows(
+    hf_config: Mapping[str, Any], parameters: ModelParameters, implementation: str
+) -> tuple[int | None, ...]:
+    """Each layer's window, as far as it is known without the model: of native decoders."""
+    if implementation != "tokenmill" or "ForCausalLM" not in parameters.architecture:
+        return (None,) * parameters.num_layers
+    return layer_windows(hf_config)
