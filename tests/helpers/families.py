@@ -186,7 +186,6 @@ FAMILIES = [
         "MixtralForCausalLM",
         "MixtralConfig",
         {"num_local_experts": 5, "num_experts_per_tok": 2},
-        runs_on_gpu=False,
     ),
     Family(
         "qwen3-moe",
@@ -201,7 +200,6 @@ FAMILIES = [
             "norm_topk_prob": True,
             "mlp_only_layers": [0],
         },
-        runs_on_gpu=False,
     ),
     Family(
         "gpt-oss",

@@ -24,7 +24,7 @@ from tokenmill.kernels.experts import (
     mix_experts_reference,
 )
 from tokenmill.kernels.gemm import QuantizedRows
-from tokenmill.layers.linear_method import Activations, LinearMethod
+from tokenmill.layers.linear_method import Activations, LinearMethod, WeightPlace
 from tokenmill.layers.weights import empty_parameter
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ class ExpertsMethod(Protocol):
     """The experts of a layer."""
 
     @property
-    def gate_up(self) -> Sequence[LinearMethod]:
+    def gate_up(self) -> Sequence[WeightPlace]:
         """By expert."""
 
     @property
-    def down(self) -> Sequence[LinearMethod]:
+    def down(self) -> Sequence[WeightPlace]:
         """By expert."""
 
     @property

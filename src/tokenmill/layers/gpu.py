@@ -7,6 +7,8 @@ value on the host, so that a forward pass can be captured in a graph.
     plain     as the activations                  matmul_exact, cuBLAS
     fp8       float8, a scale a row               matmul_fp8, cuBLAS; activations in float8, too
     int4      four bits, a scale a group          matmul_int4
+
+Experts are plain (`gpu_experts.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 from tokenmill.checkpoint.checkpoint import RawTensor
-from tokenmill.errors import ConfigError
 from tokenmill.kernels.activation import Gate
-from tokenmill.kernels.experts import Routing, route_reference
+from tokenmill.kernels.experts import Routing
 from tokenmill.kernels.float8_rows import Float8Rows
 from tokenmill.kernels.gpu.activation import gated_activation, gated_activation_quantize
 from tokenmill.kernels.gpu.gemm_bf16 import matmul_exact
@@ -36,7 +37,8 @@ from tokenmill.kernels.gpu.int4 import PackedInt4, int4_codes
 from tokenmill.kernels.gpu.norm import add_rms_norm, add_rms_norm_quantize
 from tokenmill.kernels.gpu.row_quantization import quantize_rows
 from tokenmill.kernels.linear import linear_float32
-from tokenmill.layers.experts import ExpertShape, ExpertsMethod
+from tokenmill.layers.experts import ExpertShape
+from tokenmill.layers.gpu_experts import GpuExperts, route
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.torch_rows import TorchRows
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
@@ -90,15 +92,13 @@ class GpuKernels(TorchRows):
     ) -> GpuLinearMethod:
         return GpuLinearMethod(vocab_size, hidden_size, dtype, self)
 
-    def experts_method(self, shape: ExpertShape) -> ExpertsMethod:
-        raise ConfigError(
-            "A mixture of experts has no kernel for a GPU yet. Run this model with device='cpu'."
-        )
+    def experts_method(self, shape: ExpertShape) -> GpuExperts:
+        return GpuExperts(shape, self)
 
     def route(
         self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return route_reference(logits, routing, bias)
+        return route(logits, routing, bias)
 
     def add_rms_norm(
         self,

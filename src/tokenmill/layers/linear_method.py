@@ -22,15 +22,19 @@ class StreamReader(Protocol):
         ...
 
 
-class LinearMethod(StreamReader, Protocol):
-    """One weight matrix [out_features, in_features]."""
+class WeightPlace(Protocol):
+    """Where a weight matrix [out_features, in_features] goes."""
 
     bias_dtype: torch.dtype
-    """Type in which `project` takes the bias."""
+    """Type in which products with it take a bias."""
 
     def slot(self, name: str, rows: slice) -> WeightSlot:
         """Where the checkpoint's weight `name` goes, which is these rows of the matrix."""
         ...
+
+
+class LinearMethod(StreamReader, WeightPlace, Protocol):
+    """One weight matrix [out_features, in_features], and products with it."""
 
     def project(
         self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype

@@ -93,12 +93,12 @@ class GatedExperts(nn.Module):
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         size, (gate, up, down) = self.shape.intermediate_size, self.names
-        for expert in range(self.shape.num_experts):
-            gate_up, name = self.method.gate_up[expert], f"{prefix}.{expert}"
+        places = zip(self.method.gate_up, self.method.down, strict=True)
+        for expert, (gate_up, last) in enumerate(places):
+            name = f"{prefix}.{expert}"
             yield gate_up.slot(f"{name}.{gate}.weight", slice(0, size))
             yield gate_up.slot(f"{name}.{up}.weight", slice(size, 2 * size))
-            rows = slice(0, self.shape.hidden_size)
-            yield self.method.down[expert].slot(f"{name}.{down}.weight", rows)
+            yield last.slot(f"{name}.{down}.weight", slice(0, self.shape.hidden_size))
 
     def empty_input(self, num_rows: int) -> Activations:
         """A place for the input, in the form in which it is read."""

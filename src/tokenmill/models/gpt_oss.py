@@ -22,7 +22,7 @@ from tokenmill.config.windows import layer_windows
 from tokenmill.errors import ConfigError, shown
 from tokenmill.kernels.experts import ClampedGate, Routing
 from tokenmill.layers.experts import ExpertShape
-from tokenmill.layers.linear_method import Activations, LinearMethod, StreamReader
+from tokenmill.layers.linear_method import Activations, StreamReader, WeightPlace
 from tokenmill.layers.moe import ExpertBlock, Router
 from tokenmill.layers.weights import WeightSlot, plain_raw
 from tokenmill.models.config import DecoderConfig
@@ -44,7 +44,7 @@ class ExpertMatrices:
 
     def __init__(
         self,
-        methods: Sequence[LinearMethod],
+        methods: Sequence[WeightPlace],
         bias: torch.Tensor,
         in_features: int,
         *,

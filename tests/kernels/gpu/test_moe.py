@@ -121,7 +121,7 @@ def test_rows_are_combined_in_order(device: str) -> None:
     assert not out[7:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("num_tokens", "num_padded"), [(0, 0), (1, 0), (5, 0), (24, 7), (2, 2)])
 def test_a_layer(num_tokens: int, num_padded: int, dtype: torch.dtype, device: str) -> None:
     x, gate_up, down, chosen, weights = layer(num_tokens, device, dtype, num_padded)

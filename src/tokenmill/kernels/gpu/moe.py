@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from tokenmill.kernels.activation import Gate
 from tokenmill.kernels.gpu.activation import gated_activation
 from tokenmill.kernels.gpu.dot import dot
 from tokenmill.kernels.gpu.gemm_tiles import tile_of_program
@@ -71,8 +72,8 @@ def grouped_matmul(
 
     weight is [num_experts, N, K], out [num_tokens * k, N] in the order's rows. With
     `pairs_per_token`, k, x is [num_tokens, K] and a row's source its token; else x is
-    [num_tokens * k, K] in the order's rows itself. x and weight are bfloat16 or float16 alike and
-    contiguous; out is bfloat16, float16 or float32. Rows behind the last pair's are not written.
+    [num_tokens * k, K] in the order's rows itself. x and weight are of one type and contiguous; out
+    is bfloat16, float16 or float32. Rows behind the last pair's are not written.
     """
     num_rows, (num_experts, num_columns, depth) = len(order.pair_of_row), weight.shape
     tile = tile or choose_moe_tile(num_rows, num_experts)
@@ -100,7 +101,8 @@ def grouped_matmul(
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        # Tiles of float32 take twice the shared memory.
+        num_stages=2 if x.dtype == torch.float32 else tile.num_stages,
     )
 
 
@@ -165,6 +167,8 @@ def experts_mlp(
     weight_of_pair: torch.Tensor,
     out: torch.Tensor,
     buffers: MoeBuffers,
+    *,
+    gate: Gate = "silu",
 ) -> None:
     """A whole layer: out[t] = sum of weight_of_pair[t, i] * mlp(x[t], expert_of_pair[t, i]).
 
@@ -174,7 +178,7 @@ def experts_mlp(
     k = expert_of_pair.shape[1]
     align_experts(expert_of_pair, buffers.order)
     grouped_matmul(x, gate_up, buffers.order, buffers.gate_up, pairs_per_token=k)
-    gated_activation(buffers.gate_up, "silu", buffers.activated)
+    gated_activation(buffers.gate_up, gate, buffers.activated)
     grouped_matmul(buffers.activated, down, buffers.order, buffers.down)
     combine_experts(buffers.down, weight_of_pair, buffers.order, out)
 
