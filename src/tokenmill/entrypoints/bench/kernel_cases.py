@@ -60,31 +60,40 @@ def matrix_cases(
     sizes: ModelParameters, rows: Sequence[int], formats: Sequence[str]
 ) -> Iterator[Case]:
     """Products with every matrix of a layer, and with the head."""
+    for name, (n, k) in matrix_shapes(sizes).items():
+        for weights in formats:
+            yield from product_cases(name, n, k, rows, weights)
+
+
+def matrix_shapes(sizes: ModelParameters) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the matrices of a layer, and of the head."""
     heads = sizes.num_heads * sizes.head_size
     keys = sizes.num_kv_heads * sizes.head_size
-    shapes = {
+    return {
         "qkv": (heads + 2 * keys, sizes.hidden_size),
         "output": (sizes.hidden_size, heads),
         "gate, up": (2 * sizes.intermediate_size, sizes.hidden_size),
         "down": (sizes.hidden_size, sizes.intermediate_size),
         "head": (sizes.vocab_size, sizes.hidden_size),
     }
-    for name, (n, k) in shapes.items():
-        for weights in formats:
-            if k % gemm.BLOCK_VALUES.get(weights, 1):
-                continue  # such a matrix cannot have this format
-            num_bytes, product_of = _weights(weights, n, k)
-            for m in rows:
-                yield Case(
-                    group="matrix products",
-                    kernel=weights,
-                    shape=f"{name} {n} x {k}",
-                    num_rows=m,
-                    num_bytes=num_bytes,
-                    flops=2.0 * m * n * k,
-                    working_set=max(WORKING_SET, num_bytes),
-                    call=product_of(m),
-                )
+
+
+def product_cases(name: str, n: int, k: int, rows: Sequence[int], weights: str) -> Iterator[Case]:
+    """Products with a matrix of one format; none if it cannot have that format."""
+    if k % gemm.BLOCK_VALUES.get(weights, 1):
+        return
+    num_bytes, product_of = _weights(weights, n, k)
+    for m in rows:
+        yield Case(
+            group="matrix products",
+            kernel=weights,
+            shape=f"{name} {n} x {k}",
+            num_rows=m,
+            num_bytes=num_bytes,
+            flops=2.0 * m * n * k,
+            working_set=max(WORKING_SET, num_bytes),
+            call=product_of(m),
+        )
 
 
 def _weights(weights: str, n: int, k: int) -> tuple[int, Callable[[int], Call]]:
