@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,29 @@ Weights are read from safetensors (one file or several) in float32, float16 or b
 
 RoPE scaling: `default`, `linear`, `dynamic`, `llama3`, `yarn`, `longrope`. What depends on a length depends on `max_model_len`, so that a cached key stays right while its text grows.
 
-Not here yet: state-space layers, models through transformers' own code. To add a family, see [add a model](add-a-model.md).
+Not here yet: state-space layers. To add a family, see [add a model](add-a-model.md).
+"""
+
+BACKEND = """
+## Every other decoder
+
+A decoder without a native family runs on the code that transformers has for it: `pip install "tokenmill[transformers]"`, and nothing else to set. `--model-impl transformers` asks for it where there is a native family, too, and `--model-impl tokenmill` refuses it. Ours are attention and the paged cache, matrices (packed, so `--quantization`, `tokenmill quantize` and quantised checkpoints work), experts, embedding, head and sampling; the rest is transformers' modules. `tests/models/test_transformers_backend.py` and `..._bits.py` compare the models below as the native families are compared, on small random weights: logits, greedy tokens, and bits.
+
+| family | models | architecture | special about it |
+|---|---|---|---|
+"""
+
+BACKEND_TAIL = """
+The list is what is tested, not what is let in. Before a weight is read, a pass over four tokens finds out what the model's code asks of attention: windows are read off the masks that it makes, scales, soft caps and sinks off its calls. What ours would not compute as transformers does is refused there, with the reason:
+
+- attention that does not go through transformers' attention interface (Falcon, MPT, BLOOM), or changes its mask (ALiBi and other biases), or whose mask is no window (chunked attention);
+- layers that keep something else than keys and values (state-space, linear and convolutional ones), or run several times in a pass;
+- products, convolutions and shifts that mix the tokens of a batch outside attention;
+- encoder-decoders, attention in both directions, models that take images or sound, and code from a model's repository, which is never run.
+
+When the weights are there, 37 tokens are computed together, backwards and alone, each attending to itself only: rows that differ by more than roundings are refused, and roundings are logged, since then texts may depend on load. None of the families above has any.
+
+Steps are direct, and the residual stream has the model's dtype, so a native family is faster and rounds less. It runs on a CPU; on a GPU it is refused. RoPE follows `max_model_len` as it does in native families. See [record 20](adr/0020-other-decoders-through-transformers.md).
 """
 
 
@@ -52,14 +75,28 @@ def render() -> str:
         HEAD
         + "".join(map(row, _listed("families.py", "FAMILIES")))
         + TAIL
+        + BACKEND
+        + "".join(map(library_row, _listed("transformers_families.py", "LIBRARY_FAMILIES")))
+        + BACKEND_TAIL
         + POOLING
         + "".join(map(encoder_row, encoders))
     )
 
 
 def _listed(file: str, name: str) -> list[Any]:
-    found: list[Any] = runpy.run_path(str(ROOT / "tests" / "helpers" / file))[name]
+    tests = str(ROOT / "tests")  # where one table may import another
+    sys.path.insert(0, tests)
+    try:
+        found: list[Any] = runpy.run_path(f"{tests}/helpers/{file}")[name]
+    finally:
+        sys.path.remove(tests)
     return found
+
+
+def library_row(family: Any) -> str:
+    """One line of the table of models on transformers' code."""
+    models = family.models or "native; on request"
+    return f"| {family.name} | {models} | `{family.architecture}` | {family.tests} |\n"
 
 
 def encoder_row(family: Any) -> str:

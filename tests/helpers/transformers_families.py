@@ -103,7 +103,7 @@ LIBRARY_FAMILIES = [
     ),
     LibraryFamily(
         "nemotron",
-        "Nemotron 3, Minitron",
+        "Nemotron-4, Minitron",
         "NemotronForCausalLM",
         {"partial_rotary_factor": 0.5},
         "squared ReLU, LayerNorm with 1 + weight",

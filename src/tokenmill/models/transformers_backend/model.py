@@ -66,9 +66,10 @@ class TransformersForCausalLM(nn.Module):
         if base is None or base is model:
             raise found.refuse("its class has no body apart from its head")
         check_inputs(found, base)
+        # In tuples: views of one model are no modules beside it.
         self._base = (base,)
-        self._has_run = _HasRun()
-        self._head = (_around(model, self._has_run),)
+        self._has_run = (_HasRun(),)
+        self._head = (_around(model, *self._has_run),)
         self._ops = ExactOps(found.architecture)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -105,11 +106,11 @@ class TransformersForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden_size] to float32 logits [n, vocab_size]."""
-        self._has_run.hidden_states = hidden_states[None]
+        self._has_run[0].hidden_states = hidden_states[None]
         no_ids = torch.zeros(1, len(hidden_states), dtype=torch.int64)
         with self._ops:
             output = self._head[0](input_ids=no_ids, use_cache=False)
-        self._has_run.hidden_states = None
+        self._has_run[0].hidden_states = None
         logits: torch.Tensor = output.logits[0].float()
         return logits
 

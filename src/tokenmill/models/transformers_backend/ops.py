@@ -159,7 +159,7 @@ def _product(name: str, args: tuple[Any, ...]) -> Any:
     left, right = args[:2]
     if left.shape[-1] == 1:  # one factor a value: nothing is summed
         return NotImplemented if bias is None else None
-    if left.ndim >= 2 and right.ndim == 2 and (bias is None or bias.ndim == 1):
+    if right.ndim == 2 and (bias is None or bias.ndim == 1):
         return _linear(None, left, right.t(), bias)
     return None
 

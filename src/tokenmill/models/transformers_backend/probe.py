@@ -173,6 +173,7 @@ class LayerProbe:
                 raise self._model.refuse(
                     "its mask depends on more than the positions of query and key"
                 ) from error
+            visible = torch.broadcast_to(visible, keys.shape)
             first = int(visible.to(torch.int8).argmax())
             if bool(visible[position + 1 :].any()):
                 raise self._model.refuse("its attention is not causal")
