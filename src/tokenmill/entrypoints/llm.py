@@ -18,7 +18,7 @@ from tokenmill.entrypoints import pooling
 from tokenmill.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from tokenmill.entrypoints.chat.render import render_chat
 from tokenmill.entrypoints.chat.templates import read_template
-from tokenmill.entrypoints.progress import request_progress
+from tokenmill.entrypoints.progress import request_progress, start_progress
 from tokenmill.errors import InvalidRequestError, refuse_unknown
 from tokenmill.outputs import RequestOutput
 from tokenmill.pooling_outputs import (
@@ -44,7 +44,8 @@ class LLM:
                 print(output.outputs[0].text)
 
     Keyword arguments are the settings of `EngineArgs`. `on_progress(stage, done, total)` is called
-    with bytes while the model is fetched and loaded. Calls from several threads take turns.
+    with bytes while the model is fetched and loaded; without it a terminal shows bars. Calls from
+    several threads take turns.
 
     Raises `ModelNotFoundError`, `CheckpointError`, `ConfigError`, or `UnknownArgumentError` with
     the nearest name.
@@ -60,7 +61,8 @@ class LLM:
         refuse_unknown("LLM", engine_args, [field.name for field in fields(EngineArgs)])
         args = EngineArgs(model=model, **engine_args)
         self._chat_template = read_template(args.chat_template)
-        self.llm_engine = LLMEngine.from_args(args, on_progress)
+        with start_progress(on_progress) as progress:
+            self.llm_engine = LLMEngine.from_args(args, progress)
         self.reasoning_parser = resolve_reasoning_parser(
             args.reasoning_parser, self.llm_engine.tokenizer
         )

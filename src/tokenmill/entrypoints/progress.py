@@ -1,12 +1,29 @@
-"""A progress bar over requests, on a terminal."""
+"""What is shown on a terminal while an offline engine loads or works."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tokenmill.outputs import RequestOutput
+
+
+@contextmanager
+def start_progress(given: Callable[[str, int, int], None] | None) -> Iterator[Any]:
+    """What is called while a model is fetched and loaded: what the caller has `given`, or else bars
+    with a rate, if stderr is a terminal.
+    """
+    if given is not None or not sys.stderr.isatty():
+        yield given
+        return
+    from rich.console import Console
+
+    from tokenmill.entrypoints.cli.progress import loading_progress
+
+    with loading_progress(Console(stderr=True), shown=True) as on_progress:
+        yield on_progress
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -129,3 +130,10 @@ def test_parameters_have_the_dtype_asked_for_and_no_gradient():
     for name, parameter in model.named_parameters():
         assert not parameter.requires_grad
         assert parameter.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
+
+
+def test_loading_is_logged_with_its_rate(caplog):
+    with caplog.at_level(logging.INFO, logger="tokenmill.models.loader"):
+        load_model(model_config(CONFIG), TensorCheckpoint(CONFIG, tensors()))
+    (line,) = [record.getMessage() for record in caplog.records if "loaded" in record.msg]
+    assert re.fullmatch(r"loaded in-memory: [0-9.]+ MB in [0-9.]+ s \([0-9.]+ [MG]B/s\)", line)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tokenmill.observe.rate import rate
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
@@ -18,7 +20,7 @@ OnProgress = Callable[[str, int, int], None]
 @contextmanager
 def loading_progress(console: Console, *, shown: bool) -> Iterator[OnProgress]:
     """Give a function to be called with progress: bars with rate and time left on a terminal,
-    which vanish at the end; elsewhere one line for each stage.
+    which vanish at the end; elsewhere one line for each stage, with bytes, seconds and rate.
     """
     if not shown:
         yield lambda stage, done, total: None
@@ -62,8 +64,7 @@ def _lines(console: Console) -> Iterator[OnProgress]:
 
     def finish() -> None:
         if stage:
-            seconds = time.monotonic() - started
-            console.print(f"{stage}: {num_bytes / 1e6:.1f} MB in {seconds:.1f} s")
+            console.print(f"{stage}: {rate(num_bytes, time.monotonic() - started)}")
 
     def on_progress(new_stage: str, done: int, total: int) -> None:
         nonlocal stage, started, num_bytes
