@@ -23,7 +23,7 @@ from tokenmill.kernels.experts import mix_experts_reference
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear_method import LinearMethod
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot, plain_raw
-from tokenmill.models.transformers_backend.ops import library_code, our_layers
+from tokenmill.models.transformers_backend.ops import our_layers
 from tokenmill.quantization.dequantize import plain_values
 
 IMPLEMENTATION = "tokenmill"
@@ -63,7 +63,8 @@ class ExpertMatrices:
     def project(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Rows x [n, in_features] through one expert's matrix: [n, out_features]."""
         bias = None if self.bias is None else self.bias[expert]
-        return self.methods[expert].project(x.to(self.dtype), bias, self.dtype)
+        with our_layers():
+            return self.methods[expert].project(x.to(self.dtype), bias, self.dtype)
 
     def weight_slots(self, name: str) -> Iterator[WeightSlot]:
         yield WeightSlot(name, self.shape, self._load)
@@ -110,14 +111,11 @@ class PackedExperts(nn.Module):
 
         def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
             found = first.project(expert, rows)
-            with library_code():
-                found = owner._apply_gate(found) if owner.has_gate else owner.act_fn(found)
+            found = owner._apply_gate(found) if owner.has_gate else owner.act_fn(found)
             found = last.project(expert, found)
-            with library_code():
-                return owner.post_expert_norm(found) if owner.has_post_expert_norm else found
+            return owner.post_expert_norm(found) if owner.has_post_expert_norm else found
 
-        with our_layers():
-            mixed = mix_experts_reference(x, weights.float(), chosen, run, self.num_experts)
+        mixed = mix_experts_reference(x, weights.float(), chosen, run, self.num_experts)
         return mixed.to(x.dtype)
 
 

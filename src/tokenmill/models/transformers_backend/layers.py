@@ -5,6 +5,7 @@ The library calls modules with [1, num_tokens, size]; our kernels take rows.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -143,9 +144,18 @@ class PositionTable(nn.Module):
         if key not in self._tables:
             every = torch.arange(self.max_model_len)[None]
             found = self._rotary[0](x[:, :1], every, *args, **kwargs)
-            self._tables[key] = (found,) if isinstance(found, torch.Tensor) else tuple(found)
+            tables = (found,) if isinstance(found, torch.Tensor) else tuple(found)
+            assert all(table.shape[:2] == every.shape for table in tables)
+            self._tables[key] = tables
         rows = [table[:, position_ids.reshape(-1)] for table in self._tables[key]]
         return rows[0] if len(rows) == 1 else tuple(rows)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Whether it computes something for each position and keeps no weights."""
+    takes_positions = "position_ids" in inspect.signature(module.forward).parameters
+    is_named_so = type(module).__name__.endswith("RotaryEmbedding")
+    return is_named_so and takes_positions and not list(module.parameters())
 
 
 class Swapper:
@@ -190,7 +200,7 @@ class Swapper:
         if kind.__name__ == "Conv1D":  # GPT-2's name for a transposed linear layer
             in_features, out_features = module.weight.shape  # type: ignore[misc]
             return self._linear(name, out_features, in_features, module, is_transposed=True)
-        if kind.__name__.endswith("RotaryEmbedding") and not list(module.parameters()):
+        if _is_rotary(module):
             return PositionTable(module, self._max_model_len)
         return None
 

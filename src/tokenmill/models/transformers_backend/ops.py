@@ -12,9 +12,8 @@ The modules are the library's own, so their calls are changed, not they: while o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -43,30 +42,11 @@ _REFUSED = (
 _HOLDERS = (torch, torch.Tensor, functional, torch.special, torch._C._nn)
 
 
-_in_our_layers: ContextVar[bool] = ContextVar("in_our_layers", default=False)
-
-
-@contextmanager
-def our_layers() -> Iterator[None]:
-    """Leave torch's functions as they are: our own layers take care of their bits."""
-    with _inside(ours=True):
-        yield
-
-
-@contextmanager
-def library_code() -> Iterator[None]:
-    """The library's code again, called by one of our layers."""
-    with _inside(ours=False):
-        yield
-
-
-@contextmanager
-def _inside(*, ours: bool) -> Iterator[None]:
-    token = _in_our_layers.set(ours)
-    try:
-        yield
-    finally:
-        _in_our_layers.reset(token)
+def our_layers() -> AbstractContextManager[Any]:
+    """A context in which torch's functions are as they are: our own layers take care of their
+    bits, and pay nothing for `ExactOps`.
+    """
+    return torch._C.DisableTorchFunction()
 
 
 class ExactOps(TorchFunctionMode):
@@ -82,8 +62,6 @@ class ExactOps(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _in_our_layers.get():
-            return func(*args, **kwargs)
         replace = _REPLACEMENTS.get(func)
         if replace is not None:
             return replace(func, *args, **kwargs)
