@@ -7,8 +7,8 @@ namespace tokenmill {
 namespace {
 
 AttentionKernel choose(KvFormat format) {
-  const AttentionKernel tiles = format == KvFormat::float32 ? attention_avx512 : attention_amx;
-  return at_level(attention_avx2, attention_avx512, tiles);
+  if (format == KvFormat::float32) return TOKENMILL_AT_LEVEL(attention);
+  return at_level(TOKENMILL_KERNELS(AttentionKernel, attention, amx, portable, portable));
 }
 
 }  // namespace
@@ -16,7 +16,7 @@ AttentionKernel choose(KvFormat format) {
 void attention(AttentionCall call, AttentionPlan& plan) {
   call.tables = plan.tables();
   const AttentionKernel kernel = choose(call.shape.cache.format);
-  const auto merge = at_level(merge_partials_avx2, merge_partials_avx512);
+  const auto merge = TOKENMILL_AT_LEVEL(merge_partials);
   const auto& tasks = plan.tasks();
   const auto& merges = plan.merges();
   float* partials = plan.partials();
@@ -29,7 +29,7 @@ void attention(AttentionCall call, AttentionPlan& plan) {
 }
 
 void write_kv(const KvWrite& call) {
-  const auto kernel = at_level(write_kv_avx2, write_kv_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(write_kv);
   constexpr int kTaskTokens = 8;
   parallel_for(ceil_div(call.num_tokens, kTaskTokens), [&](int task, int) {
     const int token = task * kTaskTokens;

@@ -182,10 +182,13 @@ using AttentionKernel = void (*)(const AttentionCall&, const TaskQueue&, float* 
 
 void attention_amx(const AttentionCall&, const TaskQueue&, float* partials);
 void attention_avx512(const AttentionCall&, const TaskQueue&, float* partials);
+void attention_portable(const AttentionCall&, const TaskQueue&, float* partials);
 void attention_avx2(const AttentionCall&, const TaskQueue&, float* partials);
 void merge_partials_avx512(const AttentionCall&, const MergeTask&, const float* partials);
+void merge_partials_portable(const AttentionCall&, const MergeTask&, const float* partials);
 void merge_partials_avx2(const AttentionCall&, const MergeTask&, const float* partials);
 void write_kv_avx512(const KvWrite&, int token_begin, int token_end);
+void write_kv_portable(const KvWrite&, int token_begin, int token_end);
 void write_kv_avx2(const KvWrite&, int token_begin, int token_end);
 
 }  // namespace tokenmill

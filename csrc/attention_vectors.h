@@ -3,22 +3,20 @@
 // added one after another. For files compiled with AVX-512 only.
 #pragma once
 
-#include <utility>
-
 #include "attention_rows.h"
 #include "elementwise_math.h"
-
-// As TOKENMILL_INLINE, behind the parameters of a lambda.
-#define TOKENMILL_INLINE_LAMBDA __attribute__((always_inline))
+#include "repeat.h"
 
 namespace tokenmill {
 namespace {  // classes, too, are compiled for each instruction set by itself
 
-#if defined(TOKENMILL_REGISTER_PAIRS)
-constexpr int kMostColumns = 1;  // 4 rows of sums, the column and a row's word are 12 of 16
+#if defined(TOKENMILL_WIDE_REGISTERS)
+constexpr int kMostColumns = 1;
+constexpr int kMostRows = TOKENMILL_WIDE_REGISTERS < 8 ? 2 : 4;
 static TOKENMILL_INLINE void keep_in_register(__m512i&) {}
 #else
 constexpr int kMostColumns = 4;
+constexpr int kMostRows = 4;
 // Compilers would load it again for each row.
 static TOKENMILL_INLINE void keep_in_register(__m512i& word) { __asm__("" : "+v"(word)); }
 #endif
@@ -79,22 +77,6 @@ static TOKENMILL_INLINE void fetch(const std::uint8_t* line) {
   _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T1);
 }
 
-template <int N>
-struct Number {
-  static constexpr int value = N;
-};
-
-// body(Number<0>), ..., body(Number<N - 1>): indices that are constants from the first, so that
-// arrays become registers.
-template <int... I, class F>
-static TOKENMILL_INLINE void repeat(std::integer_sequence<int, I...>, const F& body) {
-  (body(Number<I>{}), ...);
-}
-template <int N, class F>
-static TOKENMILL_INLINE void repeat(const F& body) {
-  repeat(std::make_integer_sequence<int, N>{}, body);
-}
-
 // Sums of up to 4 rows times 4 vectors of columns.
 template <class Words, int Rows, int Columns>
 struct Sums {
@@ -126,17 +108,16 @@ struct Sums {
   }
 };
 
-// body(Number<rows>, first row) over all rows, in fours as far as there are so many.
+// body(Number<rows>, first row) over all rows, as many at once as there are registers for.
 template <class F>
-static TOKENMILL_INLINE void in_fours(int num_rows, const F& body) {
+static TOKENMILL_INLINE void in_tiles(int num_rows, const F& body) {
   int r = 0;
-  for (; r + 4 <= num_rows; r += 4) body(Number<4>{}, r);
-  switch (num_rows - r) {
-    case 1: body(Number<1>{}, r); break;
-    case 2: body(Number<2>{}, r); break;
-    case 3: body(Number<3>{}, r); break;
-    default: break;
+  for (; r + kMostRows <= num_rows; r += kMostRows) body(Number<kMostRows>{}, r);
+  if constexpr (kMostRows > 2) {
+    if (num_rows - r == 3) return body(Number<3>{}, r);
+    if (num_rows - r == 2) return body(Number<2>{}, r);
   }
+  if (num_rows - r == 1) body(Number<1>{}, r);
 }
 
 // Rows in words of 32 bits.
@@ -217,7 +198,7 @@ class VectorProducts {
       next[c] = half(ahead[g / 2], g % 2);
       fetch_scales(ahead[g / 2], g % 2);
     }
-    in_fours(q.count, [&](auto rows, int r) {
+    in_tiles(q.count, [&](auto rows, int r) {
       constexpr int kRows = decltype(rows)::value;
       Sums<Words, kRows, Columns> sums;
       sums.clear();
@@ -249,7 +230,7 @@ class VectorProducts {
   void weighted_runs(const WordRows& p, const float* row_scales, const Units& units,
                      const AheadUnit* ahead, int run, float* out) const {
     constexpr std::int64_t kStride = 2 * kRunBytes;
-    in_fours(p.count, [&](auto rows, int r) {
+    in_tiles(p.count, [&](auto rows, int r) {
       constexpr int kRows = decltype(rows)::value;
       Sums<Words, kRows, Columns> sums;
       sums.clear();

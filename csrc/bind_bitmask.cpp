@@ -15,7 +15,7 @@ using Rows = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::devi
 using Words = nb::ndarray<const std::int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void apply_bitmask(const LogitsMatrix& logits, const Rows& rows, const Words& words) {
-  const auto kernel = at_level(apply_bitmask_avx2, apply_bitmask_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(apply_bitmask);
   check_matrix(logits, "logits", logits.shape(1));
   const auto vocab_size = static_cast<std::int64_t>(logits.shape(1));
   const auto num_rows = static_cast<std::int64_t>(logits.shape(0));

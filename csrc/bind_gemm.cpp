@@ -42,13 +42,21 @@ SourceType source_type(const ReadTensor& tensor) {
 }
 
 Multiplier multiplier(const std::string& name) {
-  if (name == "amx_registers") return Multiplier::amx_registers;
-  if (name == "amx_cache") return Multiplier::amx_cache;
-  if (name == "avx512_bf16") return Multiplier::avx512_bf16;
-  if (name == "avx512_float32") return Multiplier::avx512_float32;
-  if (name == "avx512_int8") return Multiplier::avx512_int8;
-  if (name == "avx2_float32") return Multiplier::avx2_float32;
-  if (name == "avx2_int8") return Multiplier::avx2_int8;
+  constexpr std::pair<const char*, Multiplier> kMultipliers[] = {
+      {"amx_registers", Multiplier::amx_registers},
+      {"amx_cache", Multiplier::amx_cache},
+      {"avx512_bf16", Multiplier::avx512_bf16},
+      {"avx512_float32", Multiplier::avx512_float32},
+      {"avx512_int8", Multiplier::avx512_int8},
+      {"avx2_float32", Multiplier::avx2_float32},
+      {"avx2_int8", Multiplier::avx2_int8},
+      {"i8mm_bf16", Multiplier::i8mm_bf16},
+      {"i8mm_int8", Multiplier::i8mm_int8},
+      {"dotprod_int8", Multiplier::dotprod_int8},
+      {"portable_float32", Multiplier::portable_float32},
+      {"portable_int8", Multiplier::portable_int8}};
+  for (const auto& [known, value] : kMultipliers)
+    if (name == known) return value;
   throw std::invalid_argument("no multiplier is called " + name);
 }
 
@@ -115,6 +123,12 @@ void submit_unpack(const TokenIds& ids, const Weights& weights, const Tensor& ou
 }
 
 void bind_machine(nb::module_& module) {
+  // The levels of this build, from `reference` up; the machine may lack the last ones.
+  module.def("isas", [] {
+    nb::list names;
+    for (int i = 0; i < num_isas(); ++i) names.append(isa_name(static_cast<Isa>(i)));
+    return names;
+  });
   module.def("detected_isa", [] { return isa_name(detected_isa()); });
   module.def("active_isa", [] { return isa_name(active_isa()); });
   module.def("set_active_isa", [](const std::string& name) { set_active_isa(name.c_str()); });

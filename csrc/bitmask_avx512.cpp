@@ -1,7 +1,7 @@
 // One row: a word of the mask bans among 32 logits, which are two vectors.
 #include "bitmask_kernels.h"
 
-#include <immintrin.h>
+#include "common.h"
 
 namespace tokenmill {
 

@@ -4,7 +4,9 @@
 // function shared among them could end up with instructions that this processor lacks.
 #pragma once
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +14,8 @@
 
 // For parts of a loop whose arrays must stay in registers.
 #define TOKENMILL_INLINE __attribute__((always_inline)) inline
+// The same, behind the parameters of a lambda.
+#define TOKENMILL_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace tokenmill {
 
@@ -87,13 +91,31 @@ static inline fp16 float_to_fp16(float value) {
 // instructions never keep them.
 class FlushDenormals {
  public:
-  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
-  ~FlushDenormals() { _mm_setcsr(saved_); }
+  FlushDenormals() : saved_(mode()) { set_mode(saved_ | kFlush); }
+  ~FlushDenormals() { set_mode(saved_); }
   FlushDenormals(const FlushDenormals&) = delete;
   FlushDenormals& operator=(const FlushDenormals&) = delete;
 
  private:
-  unsigned saved_;
+#if defined(__x86_64__)
+  static constexpr std::uint64_t kFlush = 0x8040;  // of results, and of operands
+  static std::uint64_t mode() { return _mm_getcsr(); }
+  static void set_mode(std::uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
+#elif defined(__aarch64__)
+  static constexpr std::uint64_t kFlush = std::uint64_t{1} << 24;  // both
+  static std::uint64_t mode() {
+    std::uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+  }
+  static void set_mode(std::uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+  static constexpr std::uint64_t kFlush = 0;  // they are kept
+  static std::uint64_t mode() { return 0; }
+  static void set_mode(std::uint64_t) {}
+#endif
+
+  std::uint64_t saved_;
 };
 
 }  // namespace tokenmill

@@ -24,43 +24,43 @@ void for_rows(int num_rows, int row_values, F&& body) {
 }  // namespace
 
 void add_rms_norm(const NormCall& call) {
-  const auto kernel = at_level(add_rms_norm_avx2, add_rms_norm_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(add_rms_norm);
   for_rows(call.num_rows, call.size, [&](Range rows) { kernel(call, rows); });
 }
 
 void add_layer_norm(const NormCall& call) {
-  const auto kernel = at_level(add_layer_norm_avx2, add_layer_norm_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(add_layer_norm);
   for_rows(call.num_rows, call.size, [&](Range rows) { kernel(call, rows); });
 }
 
 void add_residual(const NormCall& call) {
-  const auto kernel = at_level(add_residual_avx2, add_residual_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(add_residual);
   for_rows(call.num_rows, call.size, [&](Range rows) { kernel(call, rows); });
 }
 
 void head_rms_norm(const HeadNormCall& call) {
-  const auto kernel = at_level(head_rms_norm_avx2, head_rms_norm_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(head_rms_norm);
   for_rows(call.num_rows, call.num_heads * call.head_size,
            [&](Range rows) { kernel(call, rows); });
 }
 
 void gated_activation(const GateCall& call) {
-  const auto kernel = at_level(gated_activation_avx2, gated_activation_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(gated_activation);
   for_rows(call.num_rows, 2 * call.size, [&](Range rows) { kernel(call, rows); });
 }
 
 void activation(const GateCall& call) {
-  const auto kernel = at_level(activation_avx2, activation_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(activation);
   for_rows(call.num_rows, call.size, [&](Range rows) { kernel(call, rows); });
 }
 
 void add_rows(const AddRowsCall& call) {
-  const auto kernel = at_level(add_rows_avx2, add_rows_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(add_rows);
   for_rows(call.num_rows, call.size, [&](Range rows) { kernel(call, rows); });
 }
 
 void copy_parts(const CopyCall& call) {
-  const auto kernel = at_level(copy_parts_avx2, copy_parts_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(copy_parts);
   for_rows(call.num_rows, call.num_parts * call.size, [&](Range rows) { kernel(call, rows); });
 }
 

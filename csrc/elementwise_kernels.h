@@ -87,21 +87,18 @@ void copy_parts(const CopyCall& call);
 // ---------------------------------------------------------------------------------------------
 // What the instruction sets provide.
 
-void add_rms_norm_avx2(const NormCall&, Range rows);
-void add_rms_norm_avx512(const NormCall&, Range rows);
-void add_layer_norm_avx2(const NormCall&, Range rows);
-void add_layer_norm_avx512(const NormCall&, Range rows);
-void add_residual_avx2(const NormCall&, Range rows);
-void add_residual_avx512(const NormCall&, Range rows);
-void head_rms_norm_avx2(const HeadNormCall&, Range rows);
-void head_rms_norm_avx512(const HeadNormCall&, Range rows);
-void gated_activation_avx2(const GateCall&, Range rows);
-void gated_activation_avx512(const GateCall&, Range rows);
-void activation_avx2(const GateCall&, Range rows);
-void activation_avx512(const GateCall&, Range rows);
-void add_rows_avx2(const AddRowsCall&, Range rows);
-void add_rows_avx512(const AddRowsCall&, Range rows);
-void copy_parts_avx2(const CopyCall&, Range rows);
-void copy_parts_avx512(const CopyCall&, Range rows);
+#define TOKENMILL_LEVELS(name, Call)        \
+  void name##_portable(const Call&, Range); \
+  void name##_avx2(const Call&, Range);     \
+  void name##_avx512(const Call&, Range);
+TOKENMILL_LEVELS(add_rms_norm, NormCall)
+TOKENMILL_LEVELS(add_layer_norm, NormCall)
+TOKENMILL_LEVELS(add_residual, NormCall)
+TOKENMILL_LEVELS(head_rms_norm, HeadNormCall)
+TOKENMILL_LEVELS(gated_activation, GateCall)
+TOKENMILL_LEVELS(activation, GateCall)
+TOKENMILL_LEVELS(add_rows, AddRowsCall)
+TOKENMILL_LEVELS(copy_parts, CopyCall)
+#undef TOKENMILL_LEVELS
 
 }  // namespace tokenmill

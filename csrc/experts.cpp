@@ -183,7 +183,7 @@ void gather(const ExpertSet& experts, const MixtureCall& call, const MixturePlan
 
 void activate(const ExpertSet& experts, const MixtureCall& call, const MixturePlan& plan,
               const Workspace& workspace) {
-  const auto kernel = at_level(gated_activation_avx2, gated_activation_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(gated_activation);
   const TokenRows& plain = workspace.activated.plain;
   const GateCall to_plain{0, experts.size, workspace.gate_up, call.gate, {plain, {}}};
   const GateCall to_codes{0, experts.size, workspace.gate_up, call.gate,
@@ -210,9 +210,9 @@ class GroupedProduct {
     const std::int64_t task_cost = total_cost() / (num_threads() * kTasksPerThread) + 1;
     plan_.tasks.clear();
     for_spans([&](int expert, int span) { add_tasks(expert, span, task_cost); });
-    const auto bf16_kernel = at_level(gemm_bf16_avx2, gemm_bf16_avx512, gemm_bf16_amx);
-    const auto float32_kernel = at_level(gemm_float32_avx2, gemm_float32_avx512);
-    const auto block_kernel = at_level(gemm_blocks_avx2, gemm_blocks_avx512, gemm_blocks_amx);
+    const auto bf16_kernel = choose_bf16_kernel();
+    const auto float32_kernel = choose_float32_kernel();
+    const auto block_kernel = choose_block_kernel();
     parallel_for(static_cast<int>(plan_.tasks.size()), [&](int index, int) {
       const MixturePlan::Task& task = plan_.tasks[index];
       const ExpertMatrix& matrix = matrices_[task.expert];
@@ -326,7 +326,7 @@ std::size_t mixture_bytes(const ExpertSet& experts, int num_rows, int num_chosen
 }
 
 void route(const RoutingCall& call) {
-  const auto kernel = at_level(route_avx2, route_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(route);
   const int task_rows = kTaskValues / (8 * call.num_experts) + 1;
   parallel_for(ceil_div(call.num_rows, task_rows), [&](int task, int) {
     kernel(call, {task * task_rows, std::min((task + 1) * task_rows, call.num_rows)});
@@ -345,7 +345,7 @@ void mix_experts(const ExpertSet& experts, const MixtureCall& call, MixturePlan&
   GroupedProduct(experts.down, workspace.activated, workspace.results, plan).run();
   const WeightedSum sum{call.num_chosen, experts.hidden, call.weights, plan.place_of_row.data(),
                         workspace.results, call.base, call.out, call.out_stride};
-  const auto kernel = at_level(weighted_sum_avx2, weighted_sum_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(weighted_sum);
   const int task_rows = kTaskValues / (call.num_chosen * experts.hidden + 1) + 1;
   parallel_for(ceil_div(call.num_rows, task_rows), [&](int task, int) {
     kernel(sum, {task * task_rows, std::min((task + 1) * task_rows, call.num_rows)});

@@ -37,8 +37,10 @@ struct WeightedSum {
   std::int64_t out_stride;
 };
 
+void route_portable(const RoutingCall&, Range rows);
 void route_avx2(const RoutingCall&, Range rows);
 void route_avx512(const RoutingCall&, Range rows);
+void weighted_sum_portable(const WeightedSum&, Range rows);
 void weighted_sum_avx2(const WeightedSum&, Range rows);
 void weighted_sum_avx512(const WeightedSum&, Range rows);
 

@@ -57,9 +57,19 @@ Bf16Rows pad_rows(const Bf16Rows& x, int m, int k) {
 
 }  // namespace
 
+Bf16Kernel choose_bf16_kernel() {
+  return at_level(TOKENMILL_KERNELS(Bf16Kernel, gemm_bf16, amx, portable, i8mm));
+}
+
+Float32Kernel choose_float32_kernel() { return TOKENMILL_AT_LEVEL(gemm_float32); }
+
+BlockKernel choose_block_kernel() {
+  return at_level(TOKENMILL_KERNELS(BlockKernel, gemm_blocks, amx, dotprod, i8mm));
+}
+
 void gemm_bf16(const Bf16Rows& x, int m, const Bf16Weights& weights, const OutputRows& out) {
   if (m == 0 || weights.n == 0) return;
-  const Bf16Kernel kernel = at_level(gemm_bf16_avx2, gemm_bf16_avx512, gemm_bf16_amx);
+  const Bf16Kernel kernel = choose_bf16_kernel();
   const Bf16Rows rows = weights.k % kStep == 0 ? x : pad_rows(x, m, weights.k);
   const std::int64_t row_bytes = std::int64_t{round_up(weights.k, kStep)} * sizeof(bf16);
   Split(m, weights.n, row_bytes, row_bytes * kPanel)
@@ -71,7 +81,7 @@ void gemm_bf16(const Bf16Rows& x, int m, const Bf16Weights& weights, const Outpu
 void gemm_float32(const Float32Rows& x, int m, const Float32Weights& weights,
                   const OutputRows& out) {
   if (m == 0 || weights.n == 0) return;
-  const Float32Kernel kernel = at_level(gemm_float32_avx2, gemm_float32_avx512);
+  const Float32Kernel kernel = choose_float32_kernel();
   const std::int64_t row_bytes = std::int64_t{weights.k} * sizeof(float);
   Split(m, weights.n, row_bytes, row_bytes * kPanel)
       .run(m, weights.n, [&](Range block, Range panels) {
@@ -82,7 +92,7 @@ void gemm_float32(const Float32Rows& x, int m, const Float32Weights& weights,
 void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
                  const OutputRows& out) {
   if (m == 0 || weights.n == 0) return;
-  const BlockKernel kernel = at_level(gemm_blocks_avx2, gemm_blocks_avx512, gemm_blocks_amx);
+  const BlockKernel kernel = choose_block_kernel();
   const std::int64_t row_bytes = x.num_groups * sizeof(QuantizedGroup) / QuantizedGroup::kRows;
   Split(m, weights.n, row_bytes, x.num_groups * weights.format.group_bytes())
       .run(m, weights.n, [&](Range block, Range panels) {
@@ -92,7 +102,7 @@ void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
 
 void quantize_rows(const FloatRows& x, int m, const QuantizedRows& out) {
   if (m == 0) return;
-  const auto kernel = at_level(quantize_rows_avx2, quantize_rows_avx512);
+  const auto kernel = TOKENMILL_AT_LEVEL(quantize_rows);
   constexpr int kTaskGroups = 512;
   const int task_rows = kTaskGroups / (out.num_groups + 1) + 1;
   parallel_for(ceil_div(m, task_rows), [&](int task, int) {

@@ -15,9 +15,10 @@
 // A half of a step is what an AMX tile holds, and in AVX-512 a row of it fills a register.
 //
 // Every output is one sum along K in one order, whatever M, the neighbours and the threads are.
-//   bf16    pairs along K, added to a float32 one after another, as the instruction does it; with
-//           AVX2 one fused multiply-add after another
-//   float32 one fused multiply-add after another
+//   bf16    pairs along K, or with i8mm fours, added to a float32 one after another, as the
+//           instruction does it; with AVX2 and below one multiply-add after another
+//   float32 one multiply-add after another; it is fused, but for the portable level of processors
+//           that lack the instruction
 //   blocks  sum = 0; for each group:
 //             sum = fma(float(sum of codes * x_codes), scale * x_scale, sum)
 //             sum = fma(minimum, x_scaled_sum, sum)
@@ -175,22 +176,40 @@ using Float32Kernel = void (*)(const Float32Rows&, Range rows, const Float32Weig
 using BlockKernel = void (*)(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
                              const OutputRows&);
 
+// Those of the level in use. They throw as `require_kernels` does.
+Bf16Kernel choose_bf16_kernel();
+Float32Kernel choose_float32_kernel();
+BlockKernel choose_block_kernel();
+
+void gemm_bf16_portable(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
+                        const OutputRows&);
 void gemm_bf16_avx2(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
                     const OutputRows&);
 void gemm_bf16_avx512(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
                       const OutputRows&);
 void gemm_bf16_amx(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
                    const OutputRows&);
+void gemm_bf16_i8mm(const Bf16Rows&, Range rows, const Bf16Weights&, Range panels,
+                    const OutputRows&);
+void gemm_float32_portable(const Float32Rows&, Range rows, const Float32Weights&, Range panels,
+                           const OutputRows&);
 void gemm_float32_avx2(const Float32Rows&, Range rows, const Float32Weights&, Range panels,
                        const OutputRows&);
 void gemm_float32_avx512(const Float32Rows&, Range rows, const Float32Weights&, Range panels,
                          const OutputRows&);
+void gemm_blocks_portable(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
+                          const OutputRows&);
 void gemm_blocks_avx2(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
                       const OutputRows&);
 void gemm_blocks_avx512(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
                         const OutputRows&);
+void gemm_blocks_dotprod(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
+                         const OutputRows&);
+void gemm_blocks_i8mm(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
+                      const OutputRows&);
 void gemm_blocks_amx(const QuantizedRows&, Range rows, const BlockWeights&, Range panels,
                      const OutputRows&);
+void quantize_rows_portable(const FloatRows&, Range rows, const QuantizedRows&);
 void quantize_rows_avx2(const FloatRows&, Range rows, const QuantizedRows&);
 void quantize_rows_avx512(const FloatRows&, Range rows, const QuantizedRows&);
 

@@ -30,11 +30,6 @@ double best_seconds(int repeats, F&& round) {
   return best;
 }
 
-void need(Isa isa) {
-  if (active_isa() < isa)
-    throw std::runtime_error(std::string("this measurement needs ") + isa_name(isa));
-}
-
 // Numbers of both signs between a half and two.
 void fill_random(bf16* values, std::size_t count) {
   std::uint32_t state = 1;
@@ -44,33 +39,38 @@ void fill_random(bf16* values, std::size_t count) {
   }
 }
 
-Isa level_of(Multiplier multiplier) {
-  switch (multiplier) {
-    case Multiplier::amx_registers:
-    case Multiplier::amx_cache: return Isa::amx;
-    case Multiplier::avx2_float32:
-    case Multiplier::avx2_int8: return Isa::avx2;
-    default: return Isa::avx512;
-  }
-}
+// What a multiplier runs, given bf16 operands, and the level it needs.
+struct Measured {
+  Isa level;
+  double (*multiply)(const void* data);
+};
 
-double multiply(Multiplier multiplier, const void* data) {
+Measured measured(Multiplier multiplier) {
   switch (multiplier) {
-    case Multiplier::amx_registers: return multiply_registers_amx(data);
-    case Multiplier::amx_cache: return multiply_cache_amx(data, kCacheOperands);
-    case Multiplier::avx512_bf16: return multiply_bf16_avx512(data);
-    case Multiplier::avx512_float32: return multiply_float32_avx512(data);
-    case Multiplier::avx512_int8: return multiply_int8_avx512(data);
-    case Multiplier::avx2_float32: return multiply_float32_avx2(data);
-    case Multiplier::avx2_int8: return multiply_int8_avx2(data);
+#if defined(__x86_64__)
+    case Multiplier::amx_registers: return {Isa::amx, multiply_registers_amx};
+    case Multiplier::amx_cache:
+      return {Isa::amx, [](const void* data) { return multiply_cache_amx(data, kCacheOperands); }};
+    case Multiplier::avx512_bf16: return {Isa::avx512, multiply_bf16_avx512};
+    case Multiplier::avx512_float32: return {Isa::avx512, multiply_float32_avx512};
+    case Multiplier::avx512_int8: return {Isa::avx512, multiply_int8_avx512};
+    case Multiplier::avx2_float32: return {Isa::avx2, multiply_float32_avx2};
+    case Multiplier::avx2_int8: return {Isa::avx2, multiply_int8_avx2};
+#elif defined(__aarch64__)
+    case Multiplier::i8mm_bf16: return {Isa::i8mm, multiply_bf16_i8mm};
+    case Multiplier::i8mm_int8: return {Isa::i8mm, multiply_int8_i8mm};
+    case Multiplier::dotprod_int8: return {Isa::dotprod, multiply_int8_dotprod};
+#endif
+    case Multiplier::portable_float32: return {kLowestLevel, multiply_float32_portable};
+    case Multiplier::portable_int8: return {kLowestLevel, multiply_int8_portable};
+    default: throw std::runtime_error("this processor has other instructions");
   }
-  return 0;
 }
 
 }  // namespace
 
 double measure_read_bandwidth(std::size_t num_bytes, int repeats) {
-  const auto read_bytes = at_level(read_bytes_avx2, read_bytes_avx512);
+  const auto read_bytes = TOKENMILL_AT_LEVEL(read_bytes);
   num_bytes = round_up(num_bytes == 0 ? kReadTask : num_bytes, std::size_t{4096});
   const std::shared_ptr<void> buffer = allocate_weights(num_bytes);
   std::memset(buffer.get(), 1, num_bytes);  // pages that were never written are all the same one
@@ -88,7 +88,9 @@ double measure_read_bandwidth(std::size_t num_bytes, int repeats) {
 }
 
 double measure_peak(Multiplier multiplier, int repeats) {
-  need(level_of(multiplier));
+  const Measured limit = measured(multiplier);
+  if (active_isa() < limit.level)
+    throw std::runtime_error(std::string("this measurement needs ") + isa_name(limit.level));
   const std::size_t size = kCacheOperands * num_threads();
   const std::shared_ptr<void> buffer = allocate_weights(size);
   fill_random(static_cast<bf16*>(buffer.get()), size / sizeof(bf16));
@@ -96,7 +98,7 @@ double measure_peak(Multiplier multiplier, int repeats) {
   const double seconds = best_seconds(repeats + 1, [&] {
     parallel_for(num_threads(), [&](int task, int) {
       const char* data = static_cast<const char*>(buffer.get()) + task * kCacheOperands;
-      operations[task] = multiply(multiplier, data);
+      operations[task] = limit.multiply(data);
     });
   });
   double sum = 0;

@@ -19,6 +19,11 @@ enum class Multiplier {
   avx512_int8,    // int8 quads, operands in registers
   avx2_float32,   // floats, operands in registers
   avx2_int8,      // unsigned times signed bytes, added up in 16 bits, operands in registers
+  i8mm_bf16,      // matrices of bf16, operands in registers
+  i8mm_int8,      // matrices of int8, operands in registers
+  dotprod_int8,   // int8 quads, operands in registers
+  portable_float32,  // four floats, operands in registers
+  portable_int8,  // int8 values as pairs of 16 bits, operands in registers
 };
 
 // Operations per second of all threads together, a multiplication and an addition being two; the
@@ -29,6 +34,7 @@ double measure_peak(Multiplier multiplier, int repeats);
 
 // What the instruction sets provide: one thread's share of a round. The prefetch runs `ahead` bytes
 // ahead.
+void read_bytes_portable(const void* data, std::size_t num_bytes, std::size_t ahead);
 void read_bytes_avx2(const void* data, std::size_t num_bytes, std::size_t ahead);
 void read_bytes_avx512(const void* data, std::size_t num_bytes, std::size_t ahead);
 // These return the operations done. `data` are bf16 operands, a multiple of four tiles (4 kB).
@@ -37,6 +43,11 @@ double multiply_cache_amx(const void* data, std::size_t num_bytes);
 double multiply_bf16_avx512(const void* data);
 double multiply_float32_avx512(const void* data);
 double multiply_int8_avx512(const void* data);
+double multiply_bf16_i8mm(const void* data);
+double multiply_int8_i8mm(const void* data);
+double multiply_int8_dotprod(const void* data);
+double multiply_float32_portable(const void* data);
+double multiply_int8_portable(const void* data);
 double multiply_float32_avx2(const void* data);
 double multiply_int8_avx2(const void* data);
 

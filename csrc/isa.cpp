@@ -1,8 +1,13 @@
 #include "isa.h"
 
+#if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 #include <atomic>
 #include <cstdint>
@@ -13,7 +18,9 @@
 namespace tokenmill {
 namespace {
 
-constexpr const char* kNames[] = {"reference", "avx2", "avx512", "amx"};
+#if defined(__x86_64__)
+
+constexpr const char* kNames[] = {"reference", "portable", "avx2", "avx512", "amx"};
 
 struct Registers {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -68,13 +75,40 @@ bool has_amx() {
 #endif
 
 Isa detect() {
-  if (!has_avx2()) return Isa::reference;
+  if (!has_avx2()) return Isa::portable;
   if (!has_avx512()) return Isa::avx2;
   return has_amx() ? Isa::amx : Isa::avx512;
 }
 
+#elif defined(__aarch64__)
+
+constexpr const char* kNames[] = {"reference", "neon", "dotprod", "i8mm"};
+
+Isa detect() {
+  constexpr unsigned long kMatrices = HWCAP2_I8MM | HWCAP2_BF16;
+  if ((getauxval(AT_HWCAP) & HWCAP_ASIMDDP) == 0) return Isa::neon;
+  return (getauxval(AT_HWCAP2) & kMatrices) == kMatrices ? Isa::i8mm : Isa::dotprod;
+}
+
+#else
+
+constexpr const char* kNames[] = {"reference", "portable"};
+
+Isa detect() { return Isa::portable; }
+
+#endif
+
+constexpr int kNumIsas = sizeof kNames / sizeof *kNames;
+
+// The names from the highest level down: a, b or c.
+std::string all_names() {
+  std::string text = kNames[kNumIsas - 1];
+  for (int i = kNumIsas - 2; i >= 0; --i) text += std::string(i == 0 ? " or " : ", ") + kNames[i];
+  return text;
+}
+
 Isa parse(const std::string& name) {
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kNumIsas; ++i) {
     if (name != kNames[i]) continue;
     const Isa isa = static_cast<Isa>(i);
     if (isa > detected_isa())
@@ -82,7 +116,7 @@ Isa parse(const std::string& name) {
                                isa_name(detected_isa()));
     return isa;
   }
-  throw std::runtime_error("TOKENMILL_ISA is " + name + "; it takes amx, avx512, avx2 or reference");
+  throw std::runtime_error("TOKENMILL_ISA is " + name + "; it takes " + all_names());
 }
 
 Isa initial() {
@@ -99,6 +133,8 @@ std::atomic<Isa>& active() {
 
 const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
 
+int num_isas() { return kNumIsas; }
+
 Isa detected_isa() {
   static const Isa isa = detect();
   return isa;
@@ -108,7 +144,7 @@ Isa active_isa() { return active().load(std::memory_order_relaxed); }
 
 void require_kernels() {
   if (active_isa() == Isa::reference)
-    throw std::runtime_error("the native kernels need AVX2 with FMA and F16C");
+    throw std::runtime_error("TOKENMILL_ISA is reference: the native kernels are not in use");
 }
 
 void set_active_isa(const char* name) { active().store(parse(name)); }

@@ -17,7 +17,7 @@ namespace {
 using Floats = float __attribute__((vector_size(4 * kWidth), may_alias));
 using Ints = std::int32_t __attribute__((vector_size(4 * kWidth), may_alias));
 
-constexpr int kBlock = 8;  // rows and columns that are transposed at a time
+constexpr int kBlock = kWidth < 8 ? kWidth : 8;  // rows and columns transposed at a time
 constexpr int kPairs = kStep / 2;
 constexpr int kQuads = kStep / 4;
 constexpr float kMostHalf = 65504.0f;
@@ -25,7 +25,9 @@ constexpr float kMostHalf = 65504.0f;
 TOKENMILL_INLINE Floats as_floats(Ints bits) { return reinterpret_cast<Floats>(bits); }
 TOKENMILL_INLINE Ints as_ints(Floats values) { return reinterpret_cast<Ints>(values); }
 
-// 8 numbers of 4 bytes from byte `begin` of 8 rows, to 8 rows of `out`, `stride` numbers apart.
+// kBlock numbers of 4 bytes from byte `begin` of as many rows, to rows of `out`, `stride` numbers
+// apart.
+#if defined(__AVX2__)
 TOKENMILL_INLINE void transpose_block(const void* const* rows, int begin, std::int32_t* out,
                                       int stride) {
   __m256i in[kBlock], mixed[kBlock];
@@ -48,6 +50,44 @@ TOKENMILL_INLINE void transpose_block(const void* const* rows, int begin, std::i
     _mm256_storeu_si256(high, _mm256_permute2x128_si256(in[i], in[i + 4], 0x31));
   }
 }
+#else
+TOKENMILL_INLINE void transpose_block(const void* const* rows, int begin, std::int32_t* out,
+                                      int stride) {
+  Ints in[kBlock];
+  for (int i = 0; i < kBlock; ++i)
+    std::memcpy(&in[i], static_cast<const char*>(rows[i]) + begin, sizeof in[i]);
+  constexpr Ints kEven = {0, 4, 1, 5}, kOdd = {2, 6, 3, 7}, kLow = {0, 1, 4, 5}, kHigh = {2, 3, 6, 7};
+  const Ints a = __builtin_shuffle(in[0], in[1], kEven), b = __builtin_shuffle(in[0], in[1], kOdd);
+  const Ints c = __builtin_shuffle(in[2], in[3], kEven), d = __builtin_shuffle(in[2], in[3], kOdd);
+  const Ints columns[] = {__builtin_shuffle(a, c, kLow), __builtin_shuffle(a, c, kHigh),
+                          __builtin_shuffle(b, d, kLow), __builtin_shuffle(b, d, kHigh)};
+  for (int i = 0; i < kBlock; ++i) std::memcpy(out + i * stride, &columns[i], sizeof columns[i]);
+}
+#endif
+
+// kBlock values of half precision to floats, and back: the instruction keeps bits of a NaN.
+#if defined(__AVX2__)
+TOKENMILL_INLINE void widen_halves(const fp16* halves, float* values) {
+  _mm256_store_ps(values,
+                  _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves))));
+}
+TOKENMILL_INLINE void round_to_halves(const float* values, fp16* halves) {
+  const __m256 part = _mm256_load_ps(values);
+  if (_mm256_movemask_ps(_mm256_cmp_ps(part, part, _CMP_UNORD_Q)) == 0) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(halves),
+                     _mm256_cvtps_ph(part, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  } else {
+    for (int i = 0; i < kBlock; ++i) halves[i] = float_to_fp16(values[i]);
+  }
+}
+#else
+TOKENMILL_INLINE void widen_halves(const fp16* halves, float* values) {
+  for (int i = 0; i < kBlock; ++i) values[i] = fp16_to_float(halves[i]);
+}
+TOKENMILL_INLINE void round_to_halves(const float* values, fp16* halves) {
+  for (int i = 0; i < kBlock; ++i) halves[i] = float_to_fp16(values[i]);
+}
+#endif
 
 // 32 values of each of kWidth rows, value after value.
 struct Lanes {
@@ -79,11 +119,8 @@ struct Lanes {
     alignas(64) float wide[kWidth][kStep];
     const void* wide_rows[kWidth];
     for (int column = 0; column < kWidth; ++column) {
-      for (int j = 0; j < kStep; j += kBlock) {
-        const auto* halves = static_cast<const fp16*>(rows[column]) + j;
-        _mm256_store_ps(wide[column] + j, _mm256_cvtph_ps(_mm_loadu_si128(
-                                              reinterpret_cast<const __m128i*>(halves))));
-      }
+      for (int j = 0; j < kStep; j += kBlock)
+        widen_halves(static_cast<const fp16*>(rows[column]) + j, wide[column] + j);
       wide_rows[column] = wide[column];
     }
     load_float32(wide_rows);
@@ -132,15 +169,8 @@ TOKENMILL_INLINE Floats to_scales(Floats values, fp16* halves) {
   alignas(64) float in[kWidth], out[kWidth];
   *reinterpret_cast<Floats*>(in) = values;
   for (int i = 0; i < kWidth; i += kBlock) {
-    const __m256 part = _mm256_load_ps(in + i);
-    auto* target = reinterpret_cast<__m128i*>(halves + i);
-    if (_mm256_movemask_ps(_mm256_cmp_ps(part, part, _CMP_UNORD_Q)) == 0) {
-      _mm_storeu_si128(target,
-                       _mm256_cvtps_ph(part, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    } else {  // the instruction keeps bits of a NaN
-      for (int j = 0; j < kBlock; ++j) halves[i + j] = float_to_fp16(in[i + j]);
-    }
-    _mm256_store_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(target)));
+    round_to_halves(in + i, halves + i);
+    widen_halves(halves + i, out + i);
   }
   return *reinterpret_cast<const Floats*>(out);
 }

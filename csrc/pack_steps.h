@@ -14,6 +14,8 @@ enum class SourceType { bf16, fp16, float32 };
 // bits that block_formats.h has for one group.
 using QuantizeStep = void (*)(SourceType source, const void* const* rows, BlockType type,
                               std::uint8_t* group);
+void quantize_step_portable(SourceType source, const void* const* rows, BlockType type,
+                            std::uint8_t* group);
 void quantize_step_avx2(SourceType source, const void* const* rows, BlockType type,
                         std::uint8_t* group);
 void quantize_step_avx512(SourceType source, const void* const* rows, BlockType type,
@@ -21,6 +23,7 @@ void quantize_step_avx512(SourceType source, const void* const* rows, BlockType 
 
 // rows[32] point to 32 bfloat16 each.
 using PlaceBf16Step = void (*)(const void* const* rows, bf16* target);
+void place_bf16_step_portable(const void* const* rows, bf16* target);
 void place_bf16_step_avx2(const void* const* rows, bf16* target);
 void place_bf16_step_avx512(const void* const* rows, bf16* target);
 

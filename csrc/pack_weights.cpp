@@ -131,7 +131,7 @@ std::size_t packed_blocks_bytes(int n, int k, BlockFormat format) {
 
 void pack_bf16(const bf16* weight, std::int64_t stride, int n, int k, const std::int64_t* row_index,
                bf16* packed) {
-  const PlaceBf16Step place = at_level(place_bf16_step_avx2, place_bf16_step_avx512);
+  const PlaceBf16Step place = TOKENMILL_AT_LEVEL(place_bf16_step);
   const std::int64_t panel_values = std::int64_t{round_up(k, kStep)} * kPanel;
   parallel_for(ceil_div(n, kPanel), [&](int panel, int) {
     if (n - panel * kPanel < kPanel || k % kStep != 0) {
@@ -185,7 +185,7 @@ void SourceRows::read(std::int64_t row, int begin, float* values) const {
 
 void pack_quantized(const SourceRows& weight, int n, int k, const std::int64_t* row_index,
                     BlockType type, std::uint8_t* packed) {
-  const QuantizeStep quantize_step = at_level(quantize_step_avx2, quantize_step_avx512);
+  const QuantizeStep quantize_step = TOKENMILL_AT_LEVEL(quantize_step);
   const auto quantize_group = type == BlockType::q4_1 ? quantize_group_4bit : quantize_group_8bit;
   const BlockFormat format = block_format(type);
   const std::size_t group_bytes = format.group_bytes();

@@ -33,6 +33,15 @@ constexpr int kScratchSlots = 4;
 thread_local bool inside_job = false;
 thread_local int thread_index = 0;
 
+// Tells the processor that a loop waits.
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb" : : : "memory");  // about as long; `yield` does nothing on most processors
+#endif
+}
+
 // Pauses until `is_done` or for as long as a thread spins; whether it is done.
 template <class IsDone>
 bool spin(IsDone&& is_done) {
@@ -40,7 +49,7 @@ bool spin(IsDone&& is_done) {
   do {
     for (int pauses = 0; pauses < kPausesPerLook; ++pauses) {
       if (is_done()) return true;
-      _mm_pause();
+      pause();
     }
   } while (std::chrono::steady_clock::now() < end);
   return is_done();

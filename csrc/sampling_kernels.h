@@ -47,8 +47,8 @@ void filter_logits(const SampleCall& call, float* out, std::int64_t out_stride);
 void score_tokens(const ScoreCall& call);
 
 // ---------------------------------------------------------------------------------------------
-// Passes over a row. Each calls what the instruction set in use provides: `name_avx2` or
-// `name_avx512`.
+// Passes over a row. Each calls what the instruction set in use provides: `name_portable`,
+// `name_avx2` or `name_avx512`.
 
 // The largest of some values and its smallest index. NaN and any index if there is a NaN.
 struct Largest {
@@ -111,6 +111,7 @@ int draw(const float* values, int count, int start, const Kept& kept, std::uint6
 // What the instruction sets provide, with the parameters above.
 
 #define TOKENMILL_LEVELS(Result, name, ...) \
+  Result name##_portable(__VA_ARGS__);      \
   Result name##_avx2(__VA_ARGS__);          \
   Result name##_avx512(__VA_ARGS__);
 TOKENMILL_LEVELS(Largest, find_largest, const float*, int)

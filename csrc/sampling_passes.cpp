@@ -5,51 +5,51 @@
 namespace tokenmill {
 
 Largest find_largest(const float* values, int count) {
-  return at_level(find_largest_avx2, find_largest_avx512)(values, count);
+  return TOKENMILL_AT_LEVEL(find_largest)(values, count);
 }
 
 double sum_exp(const float* values, int count, float shift) {
-  return at_level(sum_exp_avx2, sum_exp_avx512)(values, count, shift);
+  return TOKENMILL_AT_LEVEL(sum_exp)(values, count, shift);
 }
 
 int count_at_least(const float* values, int count, float lowest) {
-  return at_level(count_at_least_avx2, count_at_least_avx512)(values, count, lowest);
+  return TOKENMILL_AT_LEVEL(count_at_least)(values, count, lowest);
 }
 
 void scale_logits(const float* values, int count, float best, float temperature, float* out) {
-  return at_level(scale_logits_avx2, scale_logits_avx512)(values, count, best, temperature, out);
+  return TOKENMILL_AT_LEVEL(scale_logits)(values, count, best, temperature, out);
 }
 
 void run_maxima(const float* values, int count, float* maxima) {
-  return at_level(run_maxima_avx2, run_maxima_avx512)(values, count, maxima);
+  return TOKENMILL_AT_LEVEL(run_maxima)(values, count, maxima);
 }
 
 int collect(const float* values, int count, float lowest, std::int32_t* indices) {
-  return at_level(collect_avx2, collect_avx512)(values, count, lowest, indices);
+  return TOKENMILL_AT_LEVEL(collect)(values, count, lowest, indices);
 }
 
 double weigh(const Weighted& some) {
-  return at_level(weigh_avx2, weigh_avx512)(some);
+  return TOKENMILL_AT_LEVEL(weigh)(some);
 }
 
 Weighted gather(const Weighted& from, float lowest, const Weighted& to) {
-  return at_level(gather_avx2, gather_avx512)(from, lowest, to);
+  return TOKENMILL_AT_LEVEL(gather)(from, lowest, to);
 }
 
 int keep(const Weighted& some, float pivot, bool above) {
-  return at_level(keep_avx2, keep_avx512)(some, pivot, above);
+  return TOKENMILL_AT_LEVEL(keep)(some, pivot, above);
 }
 
 Split split(const Weighted& some, float pivot) {
-  return at_level(split_avx2, split_avx512)(some, pivot);
+  return TOKENMILL_AT_LEVEL(split)(some, pivot);
 }
 
 int find_equal(const float* values, int count, float value, int n) {
-  return at_level(find_equal_avx2, find_equal_avx512)(values, count, value, n);
+  return TOKENMILL_AT_LEVEL(find_equal)(values, count, value, n);
 }
 
 int draw(const float* values, int count, int start, const Kept& kept, std::uint64_t key) {
-  return at_level(draw_avx2, draw_avx512)(values, count, start, kept, key);
+  return TOKENMILL_AT_LEVEL(draw)(values, count, start, kept, key);
 }
 
 }  // namespace tokenmill

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from helpers.tiny import write_wide_llama
-from tokenmill.kernels.native import active_isa
+from tokenmill import _native
+from tokenmill.config.device import FLOAT32_KERNELS
+from tokenmill.kernels.native import isas
 
 SCRIPT = """
 import json, sys
@@ -30,7 +32,7 @@ _, alone = run([[p] for p in prompts], num_threads=1, enforce_eager=True)
 _, chunked = run([prompts], max_num_batched_tokens=16)
 print(json.dumps({"kernels": kernels, "together": together, "alone": alone, "chunked": chunked}))
 """
-LEVELS = ["reference", "avx2", "avx512", "amx"]
+LEVELS = _native.isas()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def run(
 
 
 def levels_here() -> list[str]:
-    return LEVELS[: LEVELS.index(active_isa()) + 1]
+    return ["reference", *isas()]
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -77,7 +79,7 @@ def test_float32_runs_without_tiles_and_gives_the_tokens_of_the_reference(model:
     results = {isa: json.loads(run(model, "float32", isa).stdout) for isa in levels_here()}
     tokens = [[ids for ids, _ in result["together"]] for result in results.values()]
     for isa, result in results.items():
-        assert result["kernels"] == ("avx512" if isa == "amx" else isa)
+        assert result["kernels"] == FLOAT32_KERNELS.get(isa, isa)
         assert result["together"] == result["alone"] == result["chunked"]
     assert all(ids == tokens[0] for ids in tokens)
 

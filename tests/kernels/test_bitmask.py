@@ -14,11 +14,10 @@ from tokenmill.kernels.bitmask import apply_bitmask, apply_bitmask_reference
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
 
 
-@pytest.fixture(params=["avx2", "the best"], autouse=True)
+@pytest.fixture(params=native.isas(), autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     module, before = native.module(), native.active_isa()
-    if request.param == "avx2":
-        module.set_active_isa("avx2")
+    module.set_active_isa(request.param)
     yield
     module.set_active_isa(before)
 

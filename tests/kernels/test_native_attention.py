@@ -17,6 +17,7 @@ from helpers.paged import (
     write,
 )
 from tokenmill import _native
+from tokenmill.kernels import native
 from tokenmill.kernels.paged_attention import (
     HEAD_SIZES,
     AttentionPlan,
@@ -28,12 +29,10 @@ from tokenmill.kernels.paged_attention import (
 )
 from tokenmill.kernels.rotary import apply_rotary
 
-LEVELS = ["avx2", "avx512", "amx"]
-ISAS = LEVELS[: 1 + LEVELS.index(_native.detected_isa())]
 TOLERANCE = {"bfloat16": 2e-2, "int8": 2e-2, "float32": 2e-5}
 
 
-@pytest.fixture(params=ISAS, autouse=True)
+@pytest.fixture(params=native.isas(), autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before, threads = _native.active_isa(), _native.num_threads()
     _native.set_active_isa(request.param)
@@ -194,7 +193,7 @@ def test_int8_codes_are_multiplied_with_less_loss_than_bfloat16_has() -> None:
     sequences.query = [q.float() for q in sequences.query]  # so that the output is not rounded
     for chunk, result in zip(chunks, attend(cache, sequences, chunks), strict=True):
         error = result.double() - reference(shape, sequences, chunk)
-        assert error.abs().max() < {"avx2": 2e-3, "avx512": 2e-3, "amx": 2e-2}[_native.active_isa()]
+        assert error.abs().max() < (2e-2 if native.active_isa() == "amx" else 2e-3)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])

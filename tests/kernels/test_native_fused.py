@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from tokenmill import _native
+from tokenmill.kernels import native
 from tokenmill.kernels.fused import (
     activation,
     add_layer_norm,
@@ -32,7 +33,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 2e-6}
 
 
-ISAS = ["avx2"] if _native.detected_isa() == "avx2" else ["avx2", "avx512"]
+ISAS = [isa for isa in native.isas() if isa in ("portable", "neon", "avx2", "avx512")]
 """Instruction sets of this machine that have kernels of their own here."""
 
 

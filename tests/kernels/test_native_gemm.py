@@ -7,11 +7,10 @@ import torch
 
 from helpers.blocks import random_blocks, whole_blocks
 from tokenmill import _native
-from tokenmill.kernels import gemm
+from tokenmill.kernels import gemm, native
 
-LEVELS = ["avx2", "avx512", "amx"]
-ISAS = LEVELS[: ["reference", *LEVELS].index(_native.detected_isa())]
-"""Instruction sets of this machine; without AVX2 there is nothing to test."""
+ISAS = native.isas()
+"""Instruction sets of this machine."""
 BLOCK_TYPES = list(gemm.BLOCK_TYPES)
 SHAPES = [(1, 1, 32), (3, 7, 64), (16, 32, 96), (17, 33, 32), (31, 100, 160), (70, 65, 256)]
 """(M, N, K)."""

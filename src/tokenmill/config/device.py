@@ -12,8 +12,14 @@ from tokenmill.errors import ConfigError, did_you_mean
 logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
-NATIVE_KERNELS = ("amx", "avx512", "avx2")
-FLOPS_PER_CPU = {"amx": 0.4e12, "avx512": 0.25e12, "avx2": 0.1e12, "reference": 0.1e12}
+NATIVE_KERNELS = ("amx", "avx512", "avx2", "portable", "i8mm", "dotprod", "neon")
+FLOAT32_KERNELS = {"amx": "avx512", "i8mm": "neon", "dotprod": "neon"}
+"""What serves float32 where the instructions that a level adds multiply none."""
+FLOPS_PER_CPU = {
+    "amx": 0.4e12, "avx512": 0.25e12, "avx2": 0.1e12, "portable": 0.03e12,
+    "i8mm": 0.15e12, "dotprod": 0.06e12, "neon": 0.04e12,
+    "reference": 0.1e12,
+}  # fmt: skip
 """What a processor computes, roughly, by instruction set; only sizes the default token budget."""
 FLOPS_PER_GPU = 4e14
 
@@ -66,7 +72,7 @@ def choose_kernels(device: str, dtype: str, machine: Machine) -> str:
     if device == "cuda":
         return "triton"
     if dtype == "float32":
-        return "avx512" if machine.isa == "amx" else machine.isa  # tiles multiply no float32
+        return FLOAT32_KERNELS.get(machine.isa, machine.isa)
     return machine.isa if dtype == "bfloat16" else "reference"
 
 

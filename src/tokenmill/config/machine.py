@@ -39,7 +39,7 @@ class Machine:
     available_memory: int
     """Bytes that can be taken now without swapping or meeting the container's limit."""
     isa: str = "reference"
-    """What the kernels run on: `amx`, `avx512`, `avx2`, or `reference` for torch's."""
+    """What the kernels run on: `kernels.native.Isa`, of which `reference` is torch."""
     accelerator: Accelerator | None = None
     no_accelerator: str = "none was looked for"
     """Why there is none."""

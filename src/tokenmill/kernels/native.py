@@ -1,8 +1,8 @@
 """The compiled kernels, `tokenmill._native`: whether they are there, and for which instructions.
 
-Nothing else imports the module. It is absent where it could not be built (no compiler, another
-architecture), and idle where the processor lacks AVX2 with FMA and F16C, or where
-TOKENMILL_ISA=reference asks for torch. Then the torch kernels run: the same interface, much slower.
+Nothing else imports the module. It is absent where it could not be built, for lack of a compiler,
+and idle where TOKENMILL_ISA=reference asks for torch. Then the torch kernels run: the same
+interface, much slower.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from tokenmill.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Isa = Literal["amx", "avx512", "avx2", "reference"]
-"""Instruction set in use: AMX tiles beside AVX-512, AVX-512 with VNNI and BF16, AVX2 with FMA and
-F16C, or torch."""
+Isa = Literal["amx", "avx512", "avx2", "portable", "i8mm", "dotprod", "neon", "reference"]
+"""Instruction set in use. On x86-64: AMX tiles beside AVX-512; AVX-512 with VNNI and BF16; AVX2
+with FMA and F16C; vectors of 128 bits as the compiler has them, which serve any other architecture,
+too. On aarch64: matrix products of bytes and of bf16; dot products of bytes; NEON. Or torch."""
 
 _LOST = (
     "Matrix products and attention run on torch: about 2 to 10 times slower, and block formats"
@@ -39,6 +40,18 @@ def active_isa() -> Isa:
         return cast(Isa, module.active_isa())
     except RuntimeError as error:
         raise ConfigError(str(error)) from None
+
+
+def isas() -> tuple[Isa, ...]:
+    """The instruction sets that this machine has kernels for, from the lowest to the highest.
+
+    All of them can be asked for by TOKENMILL_ISA.
+    """
+    module = _load()
+    if module is None:
+        return ()
+    names = module.isas()
+    return tuple(names[1 : names.index(module.detected_isa()) + 1])
 
 
 def is_available() -> bool:
@@ -67,14 +80,9 @@ def _load() -> ModuleType | None:
     except ImportError as error:
         logger.warning(
             "The native kernels are not installed (%s). %s Install tokenmill from source with a"
-            " C++17 compiler on x86-64 to have them.",
+            " C++17 compiler to have them.",
             error,
             _LOST,
         )
         return None
-    if loaded.detected_isa() == "reference":
-        logger.warning(
-            "This processor lacks AVX2 with FMA and F16C, which the native kernels need. %s",
-            _LOST,
-        )
     return loaded

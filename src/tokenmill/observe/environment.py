@@ -18,7 +18,10 @@ VARIABLES = {
     "OPENAI_API_KEY": "Key that `tokenmill bench serve` sends to a server.",
     "TOKENMILL_CACHE": "Directory of fetched models; an absolute path.",
     "TOKENMILL_GPU_OVERLAP": "1: kernels on a Hopper GPU start before the one in front has ended.",
-    "TOKENMILL_ISA": "Instruction set of the kernels: amx, avx512, avx2, or reference for torch.",
+    "TOKENMILL_ISA": (
+        "Instruction set of the kernels: amx, avx512, avx2 or portable; on aarch64 i8mm, dotprod or"
+        " neon; or reference for torch."
+    ),
     "TOKENMILL_LOG_LEVEL": "How much the command line logs: debug, info, warning or error.",
     "NOTIFY_SOCKET": "Socket of a service manager that `tokenmill serve` tells when it is ready.",
     "XDG_CACHE_HOME": "Parent of the cache directory if TOKENMILL_CACHE is not set.",

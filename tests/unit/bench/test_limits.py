@@ -24,16 +24,17 @@ def test_our_kernels_are_measured_by_our_own_instructions():
     assert floats.measured_as.startswith("float32 with AVX")
 
 
-def test_avx2_is_measured_by_what_it_multiplies_with():
+@pytest.mark.parametrize(("isa", "words"), [("avx2", "AVX2"), ("portable", "vectors of 128 bits")])
+def test_lower_levels_are_measured_by_what_they_multiply_with(isa, words):
     module, before = native.module(), native.active_isa()
-    module.set_active_isa("avx2")
+    module.set_active_isa(isa)
     try:
         limits = limits_of("cpu", "bfloat16")
         assert 1e8 < limits.read_bandwidth(1 << 20) < 1e13
         for blocks, kind in ((False, "float32"), (True, "int8")):
             peak = limits.peak(blocks=blocks)
             assert 1e9 < peak.flops < 1e13
-            assert peak.measured_as.startswith(f"{kind} with AVX2")
+            assert peak.measured_as.startswith(f"{kind} with {words}")
         with pytest.raises(RuntimeError, match="needs avx512"):
             module.measure_peak("avx512_bf16", 1)
     finally:

@@ -123,6 +123,10 @@ def test_the_kv_cache_has_the_type_of_the_activations_or_its_own() -> None:
     amx = dataclasses.replace(machine(), isa="amx")
     exact = resolved(on=amx, dtype="float32", kv_cache_dtype="bf16")
     assert (exact.kernels, exact.cache.dtype) == ("avx512", "bfloat16")
+    for isa, floats in (("i8mm", "neon"), ("portable", "portable")):
+        on = dataclasses.replace(machine(), isa=isa)
+        assert resolved(on=on, dtype="float32").kernels == floats
+        assert resolved(on=on, dtype="bfloat16", kv_cache_dtype="int8").kernels == isa
     with pytest.raises(ConfigError, match="differs from dtype='float16'"):
         resolved(on=amx, dtype="float16", kv_cache_dtype="bf16")
     with pytest.raises(ConfigError, match="runs on the triton kernels"):

@@ -19,6 +19,18 @@ from tokenmill.layers.kernels import uses_native_kernels
 _ROUNDS = 20
 _PEAK_ROUNDS = 200
 _MIN_BUFFER = 1 << 20
+_PORTABLE = {"int8": "portable", "float32": "portable"}
+_AVX512 = {"bf16": "avx512", "int8": "avx512", "float32": "avx512"}
+_MULTIPLIERS: dict[str, tuple[dict[str, str], str]] = {
+    "amx": (_AVX512, "AVX-512"),
+    "avx512": (_AVX512, "AVX-512"),
+    "avx2": ({"int8": "avx2", "float32": "avx2"}, "AVX2"),
+    "portable": (_PORTABLE, "vectors of 128 bits"),
+    "i8mm": ({"bf16": "i8mm", "int8": "i8mm", "float32": "portable"}, "NEON"),
+    "dotprod": (_PORTABLE | {"int8": "dotprod"}, "NEON"),
+    "neon": (_PORTABLE, "NEON"),
+}
+"""By instruction set: for each type the level whose instruction multiplies it, and words for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +73,10 @@ class NativeLimits:
             # An int8 tile takes twice the values, but a group of 32 fills half of it.
             return "amx_registers", "bf16 tiles, operands in registers"
         kind = "int8" if blocks and self._dense == "bf16" else self._dense
-        if native.active_isa() == "avx2":
-            kind = "int8" if kind == "int8" else "float32"  # bf16 is widened
-            return f"avx2_{kind}", f"{kind} with AVX2, operands in registers"
-        return f"avx512_{kind}", f"{kind} with AVX-512, operands in registers"
+        levels, words = _MULTIPLIERS[native.active_isa()]
+        if kind == "bf16" and "bf16" not in levels:
+            kind = "float32"  # it is widened
+        return f"{levels[kind]}_{kind}", f"{kind} with {words}, operands in registers"
 
 
 class TorchLimits:

@@ -16,7 +16,7 @@ DISTRIBUTIONS = ("torch", "numpy", "tokenizers", "safetensors", "huggingface-hub
 INSTRUCTION_SETS = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16"),
     *("amx_tile", "amx_int8", "amx_bf16"),
-    *("asimd", "sve", "bf16", "i8mm"),
+    *("asimd", "asimddp", "i8mm", "bf16", "sve"),
 )
 OTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "HF_HUB_OFFLINE")
 """Variables of libraries that change how fast we run or what we can fetch. None holds a secret."""

@@ -1,0 +1,154 @@
+// Block products on vectors of 128 bits: a few rows times a panel, group by group. How the codes of
+// a group are multiplied is up to `Products`, which has
+//   kMostRows                      rows at once; divides QuantizedGroup::kRows
+//   Operands<Rows>(x)              codes of rows that lie kStep apart, made ready for a group
+//   multiply<K>(x, codes, table, sums)
+//                                  exact sums of four columns for each row. The first quads of the
+//                                  four columns are at `codes`, the next ones 64 bytes on
+// All else is AVX-512's arithmetic in the same order, so the bits are the same.
+#pragma once
+
+#include "gemm_store_quads.h"
+#include "repeat.h"
+
+namespace tokenmill {
+namespace {
+
+constexpr int kQuads = kStep / 4;
+constexpr int kQuadBytes = 4 * kHalf;  // from a quad of 16 columns to the next
+constexpr std::int64_t kAhead = 1024;  // bytes that the prefetch runs ahead
+
+// How codes are multiplied.
+enum class Kind { unsigned4, table4, signed8 };
+
+template <Kind Kind_, bool HasMinimum_>
+struct Format {
+  static constexpr Kind kKind = Kind_;
+  static constexpr bool kHasMinimum = HasMinimum_;
+  static constexpr int kBits = Kind_ == Kind::signed8 ? 8 : 4;
+  static constexpr int kHalfBytes = kHalf * kStep * kBits / 8;
+  static constexpr std::size_t kGroupBytes = BlockFormat{kBits, 0, kHasMinimum}.group_bytes();
+};
+
+struct Columns {
+  const std::uint8_t* codes;  // of the panel's group
+  const std::int8_t* table;   // what 4-bit codes stand for; null: themselves
+  int zero;
+};
+
+template <class Products, class F, int Rows>
+TOKENMILL_INLINE void add_group(const QuantizedGroup& x, int first, const Columns& group,
+                                F32x4 (&sums)[kParts][Rows]) {
+  const typename Products::template Operands<Rows> operands(x.codes[first]);
+  const auto* scales = reinterpret_cast<const fp16*>(group.codes + 2 * F::kHalfBytes);
+  for (int part = 0; part < kParts; ++part) {
+    constexpr int kHalfParts = kParts / 2;
+    const std::uint8_t* codes =
+        group.codes + part / kHalfParts * F::kHalfBytes + part % kHalfParts * sizeof(I32x4);
+    I32x4 exact[Rows];
+    Products::template multiply<F::kKind>(operands, codes, group.table, exact);
+    const F32x4 scale = floats_of_halves(scales + part * kQuad);
+    repeat<Rows>([&](auto r) TOKENMILL_INLINE_LAMBDA {
+      I32x4 sum = exact[r.value];
+      if constexpr (F::kKind == Kind::unsigned4 && !F::kHasMinimum)
+        sum -= splat(group.zero * x.sums[first + r.value]);
+      sums[part][r.value] = multiply_add_once(
+          to_floats(sum), scale * splat(x.scales[first + r.value]), sums[part][r.value]);
+    });
+    if constexpr (F::kHasMinimum) {
+      const F32x4 minimum = floats_of_halves(scales + kPanel + part * kQuad);
+      repeat<Rows>([&](auto r) TOKENMILL_INLINE_LAMBDA {
+        sums[part][r.value] = multiply_add_once(
+            minimum, splat(x.scaled_sums[first + r.value]), sums[part][r.value]);
+      });
+    }
+  }
+}
+
+template <class Products, class F, int Rows = Products::kMostRows>
+void multiply_tile(int num_rows, const QuantizedRows& x, int row, Columns columns,
+                   const PanelOutputQuads& out) {
+  if constexpr (Rows > 1) {
+    if (num_rows < Rows)
+      return multiply_tile<Products, F, Rows - 1>(num_rows, x, row, columns, out);
+  }
+  const QuantizedGroup* x_groups = x.block_of(row);
+  F32x4 sums[kParts][Rows];
+  for (auto& part : sums)
+    for (F32x4& sum : part) sum = F32x4{};
+  for (int g = 0; g < x.num_groups; ++g, columns.codes += F::kGroupBytes) {
+    for (std::size_t line = 0; line < F::kGroupBytes; line += kCacheLine)
+      __builtin_prefetch(reinterpret_cast<const char*>(columns.codes) + kAhead + line);
+    add_group<Products, F, Rows>(x_groups[g], row % QuantizedGroup::kRows, columns, sums);
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int part = 0; part < kParts; ++part) out.store(row + r, part, sums[part][r]);
+}
+
+template <class Products, class F>
+void multiply_panels(const QuantizedRows& x, Range rows, const BlockWeights& weights, Range panels,
+                     const OutputRows& out) {
+  const std::size_t panel_bytes = x.num_groups * F::kGroupBytes;
+  for (int p = panels.begin; p < panels.end; ++p) {
+    const PanelOutputQuads target(out, weights.n, p);
+    const Columns columns{weights.data + p * panel_bytes,
+                          F::kKind == Kind::table4 ? code_table(weights.format.codes) : nullptr,
+                          weights.format.zero};
+    for (int row = rows.begin; row < rows.end; row += Products::kMostRows)
+      multiply_tile<Products, F>(min_of(rows.end - row, Products::kMostRows), x, row, columns,
+                                 target);
+  }
+}
+
+template <class Products>
+void multiply_blocks(const QuantizedRows& x, Range rows, const BlockWeights& weights, Range panels,
+                     const OutputRows& out) {
+  static_assert(block_format(BlockType::q4_1).zero == 0, "no zero beside a minimum");
+  static_assert(QuantizedGroup::kRows % Products::kMostRows == 0, "a tile lies in one block");
+  const auto run = [&](auto format) {
+    multiply_panels<Products, decltype(format)>(x, rows, weights, panels, out);
+  };
+  const bool has_minimum = weights.format.has_minimum;
+  if (weights.format.codes != Codes::linear) {
+    run(Format<Kind::table4, false>{});
+  } else if (weights.format.bits == 4) {
+    has_minimum ? run(Format<Kind::unsigned4, true>{}) : run(Format<Kind::unsigned4, false>{});
+  } else {
+    has_minimum ? run(Format<Kind::signed8, true>{}) : run(Format<Kind::signed8, false>{});
+  }
+}
+
+// ---- Codes in registers ------------------------------------------------------------------------
+
+// What 16 4-bit codes stand for.
+template <Kind K>
+TOKENMILL_INLINE I8x16 decoded(U8x16 codes, const std::int8_t* table) {
+  if constexpr (K != Kind::table4) return bits_as<I8x16>(codes);
+#if defined(__ARM_NEON)
+  return vqtbl1q_s8(vld1q_s8(table), codes);
+#else
+  I8x16 values;
+  for (int i = 0; i < 16; ++i) values[i] = table[codes[i]];
+  return values;
+#endif
+}
+
+// body(number of a quad, its codes of four columns) for each quad of a group.
+template <Kind K, class F>
+TOKENMILL_INLINE void for_quads(const std::uint8_t* codes, const std::int8_t* table,
+                                const F& body) {
+  if constexpr (K == Kind::signed8) {
+    repeat<kQuads>([&](auto q) TOKENMILL_INLINE_LAMBDA {
+      body(q, load_as<I8x16>(codes + q.value * kQuadBytes));
+    });
+  } else {
+    repeat<kQuads / 2>([&](auto q) TOKENMILL_INLINE_LAMBDA {
+      const U8x16 both = load_as<U8x16>(codes + q.value * kQuadBytes);
+      body(q, decoded<K>(both & 0x0f, table));
+      body(Number<q.value + kQuads / 2>{}, decoded<K>(both >> 4, table));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tokenmill
