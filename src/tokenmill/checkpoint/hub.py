@@ -1,6 +1,7 @@
 """Models by hub id, through `huggingface_hub` and its cache.
 
-The library is imported when a hub id is first resolved. It reads `HF_HUB_OFFLINE`, `HF_HOME`,
+Large files come by `hub_weights.py`, which goes on where an earlier process has stopped. The
+library is imported when a hub id is first resolved. It reads `HF_HUB_OFFLINE`, `HF_HOME`,
 `HF_TOKEN` and `HF_ENDPOINT` itself.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 from tokenmill.checkpoint.download import OnProgress, directory_bytes
 from tokenmill.checkpoint.gguf_parts import part_names
+from tokenmill.checkpoint.hub_weights import fetch_weights
 from tokenmill.errors import CheckpointError, ModelNotFoundError, did_you_mean
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -52,13 +54,15 @@ def fetch_from_hub(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    patterns = PATTERNS if hub_id.file is None else part_names(hub_id.file)
+    before = fetch_weights(hub_id.repo, revision, patterns, on_progress)
     try:
         snapshot = Path(
             snapshot_download(
                 hub_id.repo,
                 revision=revision,
-                allow_patterns=PATTERNS if hub_id.file is None else part_names(hub_id.file),
-                tqdm_class=_reporter(on_progress),
+                allow_patterns=patterns,
+                tqdm_class=_reporter(on_progress, before),
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
@@ -122,8 +126,10 @@ def _not_found(repo: str, revision: str | None, error: Exception) -> ModelNotFou
     return ModelNotFoundError(f"The hub did not give {repo!r}{at}: {why}.{hint}")
 
 
-def _reporter(on_progress: OnProgress | None) -> Any:
-    """A stand-in for the library's progress bars that draws nothing and reports bytes."""
+def _reporter(on_progress: OnProgress | None, before: int) -> Any:
+    """A stand-in for the library's progress bars that draws nothing and reports bytes, behind those
+    that have come `before`.
+    """
     from huggingface_hub.utils.tqdm import tqdm
 
     class Reporter(tqdm):
@@ -135,6 +141,6 @@ def _reporter(on_progress: OnProgress | None) -> Any:
         def update(self, n: float | None = 1) -> None:
             self.n += n or 0
             if self.counts_bytes and on_progress is not None and self.total:
-                on_progress(int(self.n), int(self.total))
+                on_progress(before + int(self.n), before + int(self.total))
 
     return Reporter
