@@ -265,5 +265,22 @@ FAMILIES = [
         runs_on_gpu=False,
         not_supported="weights in float8, prediction of several tokens",
     ),
+    Family(
+        "bamba",
+        "Bamba 9B",
+        "BambaForCausalLM",
+        "BambaConfig",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "time_step_limit": [0.0, 1.5],
+        },
+        is_recorded=False,
+        runs_on_gpu=False,
+    ),
 ]
 """In the order of the page."""

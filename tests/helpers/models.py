@@ -15,7 +15,9 @@ from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
 from tokenmill.checkpoint.mapped_file import FileRange
 from tokenmill.config.engine_config import ModelConfig
+from tokenmill.kernels.state_space import StateCache
 from tokenmill.layers.kernels import LayerKernels
+from tokenmill.layers.state_space import state_layers
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 
@@ -124,7 +126,11 @@ class PagedRun:
         builders = {
             spec: backend.make_metadata_builder(spec, limits) for spec in set(specs.values())
         }
-        self._builders = {name: builders[spec] for name, spec in specs.items()}
+        self._builders: dict[str, Any] = {name: builders[spec] for name, spec in specs.items()}
+        # States have the blocks of the same table: each of these has a state behind its tokens.
+        for name, mixer in state_layers(model).items():
+            mixer.bind(StateCache.empty(num_blocks, mixer.state_spec))
+            self._builders[name] = mixer.metadata_builder(block_size)
 
     def step(self, batch: Sequence[Chunk]) -> list[torch.Tensor]:
         """Compute one flat batch; hidden states [len(chunk), hidden_size] of each chunk."""

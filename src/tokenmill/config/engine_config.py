@@ -120,11 +120,16 @@ class MemoryLedger:
     kv_pool: int
     kv_tokens: int
     """Tokens that the pool holds."""
+    states: int = 0
+    """Of state-space layers."""
+    num_state_blocks: int = 0
+    """Their blocks, the null block included."""
 
     @property
     def left(self) -> int:
         """Bytes that nobody has a claim on."""
-        return self.available - self.weights - self.workspace - self.reserve - self.kv_pool
+        taken = self.weights + self.workspace + self.reserve + self.states + self.kv_pool
+        return self.available - taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,8 @@ class EngineConfig:
     attention_backend: str
     """Name of the backend, or `auto`: selection knows the machine and says why."""
     kernels: str
-    """`amx`, `avx512`, `avx2`, `triton`, or `reference` for those of torch."""
+    """`amx`, `avx512`, `avx2`, `portable`, `i8mm`, `dotprod`, `neon`, `triton`, or `reference` for
+    those of torch."""
     graphs: str
     """`replay`, `check` (replay and compare) or `off`."""
     num_threads: int

@@ -127,7 +127,11 @@ class KVLayout:
 def model_windows(
     hf_config: Mapping[str, Any], parameters: ModelParameters, implementation: str
 ) -> tuple[int | None, ...]:
-    """Each layer's window, as far as it is known without the model: of native decoders."""
+    """The window of each layer that keeps KV, as far as it is known without the model: of native
+    decoders.
+    """
+    if parameters.states is not None:
+        return (None,) * parameters.num_kv_layers
     if implementation != "tokenmill" or "ForCausalLM" not in parameters.architecture:
         return (None,) * parameters.num_layers
     return layer_windows(hf_config)

@@ -4,13 +4,14 @@ available now
   - weights          as the engine holds them
   - workspace        buffers of a step, tables of the rows, logits
   - reserve          the interpreter, libraries, the allocator's slack
+  - states           of state-space layers, for the sequences that run and for prefix hits
   = left             the KV pool may take a share of this
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX
@@ -18,6 +19,7 @@ from tokenmill.config.dtypes import DTYPE_BYTES, kv_head_bytes
 from tokenmill.config.engine_config import EngineConfig, MemoryLedger
 from tokenmill.config.machine import Machine
 from tokenmill.config.parameters import ModelParameters
+from tokenmill.config.state_space import num_state_blocks
 
 RESERVE_BYTES = 512 << 20
 GPU_RESERVE_BYTES = 1 << 30
@@ -48,7 +50,7 @@ _BLOCK_VALUES = 32
 _CODES, _SCALES = "U8", "_scales"
 """Format of MXFP4 in tensors of their own, two values a byte, and the end of the scales' names."""
 _VOCABULARIES = ("model.embed_tokens.", "lm_head.")
-_ROUTERS = (".gate.weight", ".router.weight")
+_ROUTERS = (".gate.weight", ".router.weight", ".shared_expert_gate.weight", ".wg.weight")
 _FUSED_EXPERTS = ".experts."
 """In the names of tensors [experts, in_features, out_features]."""
 _QUANTIZED_BYTES = {"fp8": 1.001, "int8": 34 / 32, "int4": 0.5 + 4 / 32}
@@ -114,7 +116,7 @@ class Weights:
 
 def kv_bytes_per_token(parameters: ModelParameters, kv_dtype: str) -> int:
     """Bytes of one token's K and V in all layers."""
-    return parameters.num_layers * layer_kv_bytes(parameters, kv_dtype)
+    return parameters.num_kv_layers * layer_kv_bytes(parameters, kv_dtype)
 
 
 def layer_kv_bytes(parameters: ModelParameters, kv_dtype: str) -> int:
@@ -145,7 +147,7 @@ def empty_ledger(
     else:
         assert machine.accelerator is not None
         available, reserve = machine.accelerator.available_memory, GPU_RESERVE_BYTES
-    return MemoryLedger(
+    ledger = MemoryLedger(
         available=available,
         weights=weights.num_bytes,
         workspace=workspace_bytes(parameters, step),
@@ -153,6 +155,11 @@ def empty_ledger(
         kv_pool=0,
         kv_tokens=0,
     )
+    if parameters.states is None:
+        return ledger
+    count = num_state_blocks(parameters.states, step.max_num_seqs, ledger.left)
+    num_bytes = count * parameters.states.bytes_per_block
+    return replace(ledger, states=num_bytes, num_state_blocks=count)
 
 
 def render(ledger: MemoryLedger) -> str:
@@ -165,6 +172,8 @@ def render(ledger: MemoryLedger) -> str:
         ("KV pool", ledger.kv_pool, f"  {ledger.kv_tokens:,} tokens"),
         ("left", ledger.left, ""),
     ]
+    if ledger.states:
+        rows.insert(-2, ("states", ledger.states, f"  {ledger.num_state_blocks:,} blocks"))
     return "\n".join(f"  {name:<10}{format_bytes(size):>12}{more}" for name, size, more in rows)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenmill.config.state_space import StateSizes
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
 _LARGEST = sys.float_info.max
@@ -28,6 +29,13 @@ class ModelParameters:
     """Tokens the model was made for, RoPE scaling included."""
     stores_values: bool = True
     """Whether the KV cache holds values; else they are parts of keys (latent attention)."""
+    states: StateSizes | None = None
+    """State-space layers, if there are any: they keep no KV."""
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep KV."""
+        return self.num_layers - (0 if self.states is None else self.states.num_layers)
 
 
 def read_parameters(config: Mapping[str, Any], *, caches_latents: bool = True) -> ModelParameters:
@@ -63,7 +71,62 @@ def read_parameters(config: Mapping[str, Any], *, caches_latents: bool = True) -
         vocab_size=positive_int(config, "vocab_size"),
         max_context=_max_context(config),
         stores_values=config.get("kv_lora_rank") is None or not caches_latents,
+        states=read_state_sizes(config),
     )
+
+
+_WITH_STATES = {"BambaForCausalLM"}
+"""Architectures with state-space layers."""
+
+
+def read_state_sizes(config: Mapping[str, Any]) -> StateSizes | None:
+    """Of a model with Mamba-2 layers beside attention that we serve; None of any other.
+
+    Raises `ConfigError` that names the key at fault.
+    """
+    if not _WITH_STATES.intersection(config.get("architectures") or ()):
+        return None
+    hidden_size = positive_int(config, "hidden_size")
+    num_heads = positive_int(config, "mamba_n_heads")
+    inner = hidden_size * positive_int(config, "mamba_expand", 2)
+    head_size = config.get("mamba_d_head", "auto")
+    head_size = inner // num_heads if head_size == "auto" else positive_int(config, "mamba_d_head")
+    if num_heads * head_size != inner:
+        raise ConfigError(
+            f"config.json: mamba_n_heads={num_heads} heads of mamba_d_head={head_size} values are"
+            f" not mamba_expand * hidden_size, {inner}."
+        )
+    num_groups = positive_int(config, "mamba_n_groups", 1)
+    if num_heads % num_groups:
+        raise ConfigError(
+            f"config.json: mamba_n_heads={num_heads} is not a multiple of"
+            f" mamba_n_groups={num_groups}."
+        )
+    return StateSizes(
+        num_layers=positive_int(config, "num_hidden_layers") - len(attention_indices(config)),
+        num_heads=num_heads,
+        head_size=head_size,
+        state_size=positive_int(config, "mamba_d_state", 256),
+        num_groups=num_groups,
+        kernel_size=positive_int(config, "mamba_d_conv", 4),
+    )
+
+
+def attention_indices(config: Mapping[str, Any]) -> frozenset[int]:
+    """The layers with attention. Raises `ConfigError` if there are none, or others than these."""
+    given = config.get("attn_layer_indices")
+    num_layers = positive_int(config, "num_hidden_layers")
+    if (
+        not isinstance(given, list)
+        or not given
+        or not all(isinstance(index, int) and 0 <= index < num_layers for index in given)
+        or len(set(given)) == num_layers
+    ):
+        raise ConfigError(
+            f"config.json: attn_layer_indices={shown(given)} must list some of the"
+            f" {num_layers} layers; models without attention are not supported."
+        )
+    return frozenset(given)
 
 
 _STANDARD_NAMES = {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenmill.config.engine_config import SchedulerConfig
+from tokenmill.contracts.kv_cache import KVCacheGroup
 from tokenmill.errors import ConfigError
 
 
@@ -16,6 +19,16 @@ def check_limits(config: SchedulerConfig) -> None:
             f"max_num_batched_tokens={config.max_num_batched_tokens} is less than"
             f" max_model_len={config.max_model_len}, and enable_chunked_prefill is off: a long"
             " prompt could never be computed. Turn it on, or raise max_num_batched_tokens."
+        )
+
+
+def check_groups(groups: Sequence[KVCacheGroup], num_speculative_tokens: int) -> None:
+    """Raise `ConfigError` for layers that cannot take drafts back."""
+    states = [group.layer_names[0] for group in groups if group.keeps_states]
+    if states and num_speculative_tokens:
+        raise ConfigError(
+            f"num_speculative_tokens={num_speculative_tokens} needs layers that can forget a token,"
+            f" but {states[0]} keeps one state of all: this model runs without speculation."
         )
 
 

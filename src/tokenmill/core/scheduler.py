@@ -30,7 +30,7 @@ from tokenmill.core.chunks import ChunkSizes
 from tokenmill.core.deadlines import Deadlines
 from tokenmill.core.grammar import GrammarReady, cut_drafts, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
-from tokenmill.core.limits import check_limits, max_chunk
+from tokenmill.core.limits import check_groups, check_limits, max_chunk
 from tokenmill.core.policy import get_policy
 from tokenmill.core.request import Request, RequestStatus
 from tokenmill.core.rows import RowAllocator
@@ -70,6 +70,7 @@ class Scheduler:
         verify_prefix_hits: bool = False,
     ) -> None:
         check_limits(config)
+        check_groups(kv_cache_config.groups, num_speculative_tokens)
         self.config = config
         self.kv = KVCacheManager(
             kv_cache_config,

@@ -8,10 +8,12 @@ from typing import Protocol
 
 import torch
 
+from tokenmill.attention.backend import AttentionMetadata, AttentionMetadataBuilder
 from tokenmill.errors import ConfigError
 from tokenmill.kernels import native
 from tokenmill.kernels.activation import Gate
 from tokenmill.kernels.experts import Routing
+from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpaceWeights
 from tokenmill.layers.experts import ExpertShape, ExpertsMethod
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.packed import NativeKernels
@@ -119,6 +121,24 @@ class LayerKernels(Protocol):
         """Put x [N, parts, in_features], a matrix for each part, into out [N, parts, out_features].
 
         Rows and parts of both may lie apart.
+        """
+        ...
+
+    def state_builder(self, block_size: int) -> AttentionMetadataBuilder:
+        """What prepares a step for `state_space`."""
+        ...
+
+    def state_space(
+        self,
+        shape: StateSpaceShape,
+        weights: StateSpaceWeights,
+        cache: StateCache,
+        metadata: AttentionMetadata,
+        projected: torch.Tensor,
+        out: Activations,
+    ) -> None:
+        """Put the results of a state-space layer into out [N, num_heads * head_size], and its
+        states into the cache; as `kernels/state_space.py` says.
         """
         ...
 

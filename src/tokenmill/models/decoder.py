@@ -136,9 +136,15 @@ class DecoderStack(nn.Module):
     """Embedding, layers and last norm; or those of one pipeline rank."""
 
     def __init__(
-        self, config: DecoderConfig, layers: Mapping[int, nn.Module], parts: LayerParts
+        self,
+        config: DecoderConfig,
+        layers: Mapping[int, nn.Module],
+        parts: LayerParts,
+        norm_name: str,
     ) -> None:
+        """`norm_name` is what the checkpoint calls the last norm."""
         super().__init__()
+        self.norm_name = norm_name
         self.is_first_rank = min(layers) == 0
         self.is_last_rank = max(layers) == config.num_layers - 1
         if self.is_first_rank or (self.is_last_rank and config.tie_word_embeddings):
@@ -147,13 +153,14 @@ class DecoderStack(nn.Module):
             )
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers.items()})
         if self.is_last_rank:
-            self.norm = RMSNorm(
+            norm = RMSNorm(
                 config.hidden_size,
                 config.norm_eps,
                 dtype=parts.dtype,
                 kernels=parts.kernels,
                 weight_offset=config.norm_weight_offset,
             )
+            self.add_module(norm_name, norm)
 
     def forward(
         self, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None
@@ -163,7 +170,7 @@ class DecoderStack(nn.Module):
         if not self.is_last_rank:
             assert residual is not None
             return {"hidden_states": x, "residual": residual}
-        return self.norm(x, residual)[0]  # type: ignore[no-any-return]
+        return getattr(self, self.norm_name)(x, residual)[0]  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -172,6 +179,7 @@ class Decoder(nn.Module):
     config_defaults: ClassVar[Mapping[str, Any]] = {}
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
     optional_prefix: ClassVar[str] = "model."
+    last_norm_name: ClassVar[str] = "norm"
 
     def __init__(
         self,
@@ -197,7 +205,7 @@ class Decoder(nn.Module):
             for index in layers or range(config.num_layers)
         ]
         made = {each.index: self.make_layer(each, hf_config) for each in parts}
-        self.model = DecoderStack(config, made, parts[0])
+        self.model = DecoderStack(config, made, parts[0], self.last_norm_name)
         if self.model.is_last_rank:
             self.lm_head = (
                 self.model.embed_tokens

@@ -29,6 +29,7 @@ MODELS: dict[str, str] = {
     "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
     "DeepseekV2ForCausalLM": "deepseek:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "deepseek:DeepseekV3ForCausalLM",
+    "BambaForCausalLM": "bamba:BambaForCausalLM",
     "BertModel": "bert:BertModel",
     "BertForSequenceClassification": "bert:BertForSequenceClassification",
     "RobertaModel": "bert:BertModel",

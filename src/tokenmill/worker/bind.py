@@ -1,4 +1,4 @@
-"""Attention layers get their backends and their parts of the KV cache."""
+"""Attention layers get their backends and parts of the KV cache, other layers their states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from tokenmill.attention.backend import AttentionSpec, CacheLimits
 from tokenmill.attention.selection import select_backend
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheSpec, StateSpec
+from tokenmill.kernels.state_space import StateCache
+from tokenmill.layers.state_space import state_layers
 from tokenmill.models.base import CausalLM
 from tokenmill.worker.groups import AttentionGroup
 
@@ -34,7 +36,8 @@ def bind_attention(
     kv_dtype = None if config.cache.dtype == config.model.dtype else config.cache.dtype
     groups = []
     slots: dict[tuple[int, int], torch.Tensor] = {}
-    for index, kv_group in enumerate(cache.groups):
+    for index, kv_group in enumerate(cache.token_groups):
+        assert isinstance(kv_group.spec, KVCacheSpec)
         by_spec: defaultdict[AttentionSpec, list[str]] = defaultdict(list)
         for name in kv_group.layer_names:
             spec = layers[name].spec(config.model.dtype, cache.block_size)
@@ -55,6 +58,19 @@ def bind_attention(
             groups.append(
                 AttentionGroup(index, tuple(names), builder, backend.supports_graphs, spec.causal)
             )
+    return groups + bind_states(model, cache)
+
+
+def bind_states(model: CausalLM, cache: KVCacheConfig) -> list[AttentionGroup]:
+    """Give the layers that keep states their blocks; the groups that share metadata."""
+    layers = state_layers(model)
+    groups = []
+    for index, group in enumerate(cache.groups):
+        if isinstance(group.spec, StateSpec):
+            for name in group.layer_names:
+                layers[name].bind(StateCache.empty(cache.num_state_blocks, group.spec))
+            builder = layers[group.layer_names[0]].metadata_builder(cache.block_size)
+            groups.append(AttentionGroup(index, group.layer_names, builder))
     return groups
 
 

@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.kv_layout import group_size
-from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
+from tokenmill.contracts.kv_cache import (
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheKind,
+    KVCacheSpec,
+    StateSpec,
+)
+from tokenmill.layers.state_space import state_layers
 from tokenmill.models.base import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -32,7 +39,23 @@ def kv_cache_config(config: EngineConfig, model: CausalLM) -> KVCacheConfig:
     cache = dataclasses.replace(cache, num_blocks=num_blocks)
     if len(cache.groups) > 1:
         _log_groups(cache, max_model_len, config.scheduler.max_num_batched_tokens)
-    return cache
+    states = group_states({name: each.state_spec for name, each in state_layers(model).items()})
+    if not states:
+        return cache
+    num_states = config.ledger.num_state_blocks
+    num_layers = sum(len(group.layer_names) for group in states)
+    logger.info(
+        "KV cache: %d layers keep states, in %d blocks of their own", num_layers, num_states
+    )
+    return dataclasses.replace(cache, groups=cache.groups + states, num_state_blocks=num_states)
+
+
+def group_states(specs: Mapping[str, StateSpec]) -> tuple[KVCacheGroup, ...]:
+    """Layers that keep states of one form are one group: all have them behind the same tokens."""
+    by_spec: defaultdict[StateSpec, list[str]] = defaultdict(list)
+    for name, spec in specs.items():
+        by_spec[spec].append(name)
+    return tuple(KVCacheGroup(tuple(names), spec) for spec, names in by_spec.items())
 
 
 def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:

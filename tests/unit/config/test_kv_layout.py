@@ -135,7 +135,7 @@ def test_the_ledger_knows_the_groups_that_the_worker_will_make(family: Family) -
         layer_kv_bytes(parameters, config.cache.dtype),
         StepShape(4, 64, config.model.max_model_len),
     )
-    assert ours.num_groups() == len(cache.groups)
+    assert ours.num_groups() == len(cache.token_groups)
     assert ours.bytes_per_block == cache.bytes_per_block
     for num_tokens in (1, 17, 100, 512):
         assert ours.blocks_needed(num_tokens) == cache.blocks_needed(num_tokens, 64)

@@ -210,9 +210,9 @@ def test_every_group_has_tables_of_its_own():
 
 
 def test_a_kind_without_block_tables_is_refused():
-    spec = KVCacheSpec(1, 8, "float32", kind=KVCacheKind.STATE)
+    spec = KVCacheSpec(1, 8, "float32", kind=KVCacheKind.CROSS)
     config = KVCacheConfig(8, 4, (KVCacheGroup(("mixer.0",), spec),))
-    with pytest.raises(ConfigError, match=r"mixer\.0: kind 'state'"):
+    with pytest.raises(ConfigError, match=r"mixer\.0: kind 'cross'"):
         KVCacheManager(config, max_model_len=8, enable_prefix_caching=True)
 
 

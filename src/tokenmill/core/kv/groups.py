@@ -2,11 +2,12 @@
 
 full attention     [ 4 ][ 7 ][ 2 ][ 9 ][ 5 ]     all blocks, append-only
 sliding window     [ 0 ][ 0 ][ 0 ][ 3 ][ 8 ]     the null block where the window has passed
+states             [ 0 ][ 0 ][ 0 ][ 2 ][ 6 ]     likewise; a block holds the state behind its tokens
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind
 from tokenmill.core.kv.block_pool import BlockPool, KVCacheBlock, block_key
@@ -35,7 +36,7 @@ class FullAttentionGroup:
         self._group = group
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
-        self._pool = pool
+        self.pool = pool
         self._verifier = verifier
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._num_cached: dict[str, int] = {}
@@ -54,6 +55,18 @@ class FullAttentionGroup:
     def num_held(self, request_id: str) -> int:
         """Blocks that the request holds."""
         return self.table_length(request_id) - self._num_passed.get(request_id, 0)
+
+    def num_new(self, count: int) -> int:
+        """Blocks that `append_new` takes of the pool."""
+        return count
+
+    def num_free_hits(self, hits: list[KVCacheBlock]) -> int:
+        """Hits that no table holds: taking them shortens the free list."""
+        return sum(block.ref_count == 0 for block in self._real(hits))
+
+    def num_kept(self, hits: list[KVCacheBlock]) -> int:
+        """Hits that are not the null block."""
+        return sum(1 for _ in self._real(hits))
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Most blocks that a sequence of so many tokens holds at the same time."""
@@ -75,14 +88,15 @@ class FullAttentionGroup:
 
     def append_hits(self, request_id: str, hits: list[KVCacheBlock]) -> None:
         """Begin the request's table with cached blocks."""
-        self._pool.touch(self._real(hits))
+        self.pool.touch(self._real(hits))
         self._tables[request_id] = list(hits)
-        self._num_passed[request_id] = hits.count(self._pool.null_block)
+        self._num_passed[request_id] = hits.count(self.pool.null_block)
         self._num_cached[request_id] = len(hits)
 
     def append_new(self, request_id: str, count: int) -> list[int]:
-        """Append `count` fresh blocks; returns their ids."""
-        blocks = self._pool.get_new_blocks(count)
+        """Append `count` blocks, fresh ones where they are needed; returns their ids."""
+        num_new = self.num_new(count)
+        blocks = [self.pool.null_block] * (count - num_new) + self.pool.get_new_blocks(num_new)
         self._tables.setdefault(request_id, []).extend(blocks)
         return [block.block_id for block in blocks]
 
@@ -95,16 +109,16 @@ class FullAttentionGroup:
         if num_blocks <= start:
             return
         table = self._tables[request.request_id]
-        held = [at for at in range(start, num_blocks) if table[at] is not self._pool.null_block]
+        held = [at for at in range(start, num_blocks) if table[at] is not self.pool.null_block]
         for position in held:
             self._verifier.remember(table[position], request, position)
         hashes = [request.block_hashes[position] for position in held]
-        self._pool.cache_full_blocks([table[position] for position in held], hashes, self._index)
+        self.pool.cache_full_blocks([table[position] for position in held], hashes, self._index)
         self._num_cached[request.request_id] = num_blocks
 
     def forget(self, request_id: str) -> None:
         """Make the request's blocks unfindable; it keeps them."""
-        self._pool.forget_blocks(self._tables.get(request_id, []))
+        self.pool.forget_blocks(self._tables.get(request_id, []))
 
     def free(self, request_id: str) -> None:
         """Release whatever the request holds, from the last block to the first; may be repeated."""
@@ -113,13 +127,13 @@ class FullAttentionGroup:
         self._release(self._tables.pop(request_id, []))
 
     def _release(self, blocks: list[KVCacheBlock]) -> None:
-        self._pool.free_blocks(self._real(reversed(blocks)))
+        self.pool.free_blocks(self._real(reversed(blocks)))
 
     def _real(self, blocks: Iterable[KVCacheBlock]) -> Iterator[KVCacheBlock]:
-        return (block for block in blocks if block is not self._pool.null_block)
+        return (block for block in blocks if block is not self.pool.null_block)
 
     def _find(self, request: Request, position: int) -> KVCacheBlock | None:
-        block = self._pool.get_cached_block(block_key(request.block_hashes[position], self._index))
+        block = self.pool.get_cached_block(block_key(request.block_hashes[position], self._index))
         if block is not None:
             self._verifier.verify(block, request, position)
         return block
@@ -150,7 +164,7 @@ class SlidingWindowGroup(FullAttentionGroup):
                 end, found = position, []
             else:
                 found.append(block)
-        return [self._pool.null_block] * (end - len(found)) + found[::-1]
+        return [self.pool.null_block] * (end - len(found)) + found[::-1]
 
     def release_passed(self, request_id: str, next_token: int) -> None:
         num_passed = max(next_token - self._num_seen_before, 0) // self._block_size
@@ -159,34 +173,59 @@ class SlidingWindowGroup(FullAttentionGroup):
             return
         table = self._tables[request_id]
         self._release(table[before:num_passed])
-        table[before:num_passed] = [self._pool.null_block] * (num_passed - before)
+        table[before:num_passed] = [self.pool.null_block] * (num_passed - before)
         self._num_passed[request_id] = num_passed
+
+
+class StateGroup(SlidingWindowGroup):
+    """Keeps the state behind the last token that is computed, and those that a hit may end with.
+
+    A step writes the state behind its tokens, and behind the last whole block among them. So new
+    blocks are real in these two places; what a chunk of a prompt passes before needs none.
+    """
+
+    _NUM_WRITTEN = 2
+
+    def num_new(self, count: int) -> int:
+        return min(count, self._NUM_WRITTEN)
+
+    def num_held(self, request_id: str) -> int:
+        table = self._tables.get(request_id, [])
+        return self.num_kept(table[self._num_passed.get(request_id, 0) :])
 
 
 _GROUPS = {
     KVCacheKind.FULL: FullAttentionGroup,
     KVCacheKind.SLIDING_WINDOW: SlidingWindowGroup,
+    KVCacheKind.STATE: StateGroup,
 }
 
 
 def build_groups(
-    config: KVCacheConfig, pool: BlockPool, verifier: HitVerifier, max_step_tokens: int
+    config: KVCacheConfig,
+    pools: Mapping[bool, BlockPool],
+    make_verifier: Callable[[], HitVerifier],
+    max_step_tokens: int,
 ) -> tuple[FullAttentionGroup, ...]:
-    """One set of block tables per group; raises `ConfigError` for kinds that have no tables."""
+    """One set of block tables per group; raises `ConfigError` for kinds that have no tables.
+
+    `pools` are those of groups that keep states, and of the others. Each gets a verifier.
+    """
     for group in config.groups:
         if group.spec.kind not in _GROUPS:
             raise ConfigError(
                 f"KV cache group of {group.layer_names[0]}: kind {group.spec.kind.value!r} is not"
-                " served; full and sliding_window are."
+                " served; full, sliding_window and state are."
             )
+    verifiers = {keeps_states: make_verifier() for keeps_states in pools}
     return tuple(
         _GROUPS[group.spec.kind](
             index,
             group,
             block_size=config.block_size,
             max_step_tokens=max_step_tokens,
-            pool=pool,
-            verifier=verifier,
+            pool=pools[group.keeps_states],
+            verifier=verifiers[group.keeps_states],
         )
         for index, group in enumerate(config.groups)
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import BlockIds
 from tokenmill.core.kv.block_pool import BlockPool, KVCacheBlock
 from tokenmill.core.kv.groups import build_groups
 from tokenmill.core.kv.hashing import BlockHasher, ChainedBlockHasher, NoBlockHasher
-from tokenmill.core.kv.verify import CompareTokens, HitVerifier, TrustHashes
+from tokenmill.core.kv.verify import CompareTokens, TrustHashes
 from tokenmill.core.request import Request
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,6 @@ class ComputedBlocks:
     def num_blocks(self) -> int:
         """Hits in each group."""
         return len(self.blocks[0]) if self.blocks else 0
-
-    def count_free(self) -> int:
-        """Hits that no table holds: taking them shortens the free list."""
-        return sum(
-            block.ref_count == 0 and block.block_id != 0 for hits in self.blocks for block in hits
-        )
 
 
 NO_COMPUTED_BLOCKS = ComputedBlocks()
@@ -76,8 +71,13 @@ class KVCacheManager:
             max_step_tokens = max_model_len
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
-        verifier: HitVerifier = CompareTokens(self.block_size) if verify_hits else TrustHashes()
-        self._groups = build_groups(config, self.pool, verifier, max_step_tokens)
+        """Blocks of KV."""
+        has_states = any(group.keeps_states for group in config.groups)
+        self.state_pool = BlockPool(config.num_state_blocks) if has_states else None
+        """Those of states."""
+        pools = {False: self.pool} | ({True: self.state_pool} if self.state_pool else {})
+        make_verifier = partial(CompareTokens, self.block_size) if verify_hits else TrustHashes
+        self._groups = build_groups(config, pools, make_verifier, max_step_tokens)
         self._no_new_blocks: BlockIds = tuple([] for _ in self._groups)
         self._enable_prefix_caching = enable_prefix_caching
         self._hasher: BlockHasher = (
@@ -89,8 +89,12 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks in use, 0 to 1."""
-        return self.pool.num_used_blocks / self.pool.num_usable_blocks
+        """Share of the blocks in use, 0 to 1; of the pool that has fewer left."""
+        return max(pool.num_used_blocks / pool.num_usable_blocks for pool in self._pools)
+
+    @property
+    def _pools(self) -> tuple[BlockPool, ...]:
+        return (self.pool,) if self.state_pool is None else (self.pool, self.state_pool)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """The longest cached prefix of a request that holds no blocks.
@@ -154,8 +158,7 @@ class KVCacheManager:
             return self._no_new_blocks
         for group in self._groups:
             group.release_passed(request_id, num_computed_tokens - num_lookahead_tokens)
-        num_must_be_free = self._num_must_be_free(request_id, num_missing, num_must_fit, computed)
-        if num_must_be_free > self.pool.num_free_blocks - computed.count_free():
+        if not self._has_free_blocks(request_id, num_missing, num_must_fit, computed):
             return None
         for group, hits in zip(self._groups, computed.blocks, strict=False):
             group.append_hits(request_id, hits)
@@ -190,31 +193,41 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; refused (False) while any request holds blocks."""
-        return self.pool.reset_prefix_cache()
+        if any(pool.num_used_blocks for pool in self._pools):
+            return False
+        return all(pool.reset_prefix_cache() for pool in self._pools)
 
     def audit(self) -> list[str]:
         """Everything that is wrong with counts, tables and lists, in words."""
-        return self.pool.audit(table for group in self._groups for table in group.tables)
+        return [
+            problem
+            for pool in self._pools
+            for problem in pool.audit(
+                table for group in self._groups if group.pool is pool for table in group.tables
+            )
+        ]
 
     def repair_leak(self) -> None:
         """To be called when no request runs: blocks still in use then are logged and recovered."""
-        if self.pool.num_used_blocks == 0:
+        if not any(pool.num_used_blocks for pool in self._pools):
             return
         logger.error("KV blocks leaked, rebuilding the pool: %s", "; ".join(self.audit()))
-        self.pool.rebuild()
+        for pool in self._pools:
+            pool.rebuild()
 
-    def _num_must_be_free(
+    def _has_free_blocks(
         self, request_id: str, num_missing: int, num_must_fit: int, computed: ComputedBlocks
-    ) -> int:
-        """For the missing blocks, and for all that the sequence will hold."""
+    ) -> bool:
+        """Whether each pool has the missing blocks, and all that the sequence will hold."""
         num_must_fit = min(num_must_fit, self.num_usable_tokens)
-        count = 0
+        num_free = {id(pool): pool.num_free_blocks for pool in self._pools}
         for index, group in enumerate(self._groups):
-            num_held = group.num_held(request_id)
-            if computed.blocks:
-                num_held += sum(block.block_id != 0 for block in computed.blocks[index])
-            count += max(num_missing, group.blocks_needed(num_must_fit) - num_held)
-        return count
+            hits = computed.blocks[index] if computed.blocks else []
+            num_held = group.num_held(request_id) + group.num_kept(hits)
+            num_needed = group.blocks_needed(num_must_fit) - num_held
+            taken = max(group.num_new(num_missing), num_needed) + group.num_free_hits(hits)
+            num_free[id(group.pool)] -= taken
+        return min(num_free.values()) >= 0
 
     def _num_blocks(self, num_slots: int) -> int:
         """Length of a table with so many slots."""

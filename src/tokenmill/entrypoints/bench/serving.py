@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenmill.config.device import keeps_blocks
 from tokenmill.config.memory import Weights
-from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheSpec
 from tokenmill.engine.build import open_model
 from tokenmill.entrypoints.bench.cost import EXPERTS, Cost, ModelCost, model_cost
 from tokenmill.entrypoints.bench.limits import Limits, Peak, limits_of
@@ -223,7 +223,10 @@ def held_weights(args: EngineArgs, config: EngineConfig) -> Weights:
 def kv_bytes_per_token(cache: KVCacheConfig) -> dict[str, int]:
     """Layer name to bytes of one token's K and V."""
     return {
-        name: group.spec.bytes_per_token for group in cache.groups for name in group.layer_names
+        name: group.spec.bytes_per_token
+        for group in cache.groups
+        if isinstance(group.spec, KVCacheSpec)
+        for name in group.layer_names
     }
 
 
