@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -30,6 +31,7 @@ from tokenmill.errors import CheckpointError, ConfigError
 from tokenmill.kernels import native
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.loader import load_model
+from tokenmill.models.transformers_backend.experts import PackedExperts, pack_experts
 from tokenmill.models.transformers_backend.library import completed
 from tokenmill.models.transformers_backend.ops import ExactOps, our_layers
 
@@ -129,6 +131,16 @@ def test_experts_come_from_a_file_with_three_tensors_each() -> None:
     names = open_checkpoint(saved("olmoe")).tensor_shapes
     assert "model.layers.0.mlp.experts.7.gate_proj.weight" in names
     assert not any("gate_up_proj" in name for name in names)
+
+
+def test_gates_that_the_kernels_know_are_computed_by_them() -> None:
+    """The others by the library, expert by expert."""
+    for name, is_known in (("olmoe", True), ("granitemoe", True), ("gpt-oss", False)):
+        model = copy.deepcopy(reference(name))
+        assert pack_experts(model, torch.float32, PlainKernels())
+        packed = [each for each in model.modules() if isinstance(each, PackedExperts)]
+        assert packed
+        assert all((each.method is not None) == is_known for each in packed)
 
 
 def test_faults_of_a_checkpoint_are_listed() -> None:
