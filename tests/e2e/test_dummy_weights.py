@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
 from tokenmill import LLM, SamplingParams
+from tokenmill.engine.dummy_shapes import shapes_elsewhere
 from tokenmill.errors import ConfigError
 
 CONFIG = {
@@ -62,3 +66,39 @@ def test_an_unknown_format_is_refused(directory):
         ConfigError, match=r"load_format='dumy' is not one of: auto, dummy\..*'dummy'"
     ):
         generated(directory, load_format="dumy")
+
+
+def test_the_front_end_of_a_served_dummy_model_needs_no_torch(directory):
+    code = f"""
+        import asyncio, sys
+        from tokenmill.config.engine_args import EngineArgs
+        from tokenmill.engine.async_llm import AsyncLLM
+        from tokenmill.sampling_params import SamplingParams
+
+        async def main():
+            args = EngineArgs(
+                model={str(directory)!r}, load_format="dummy", skip_tokenizer_init=True,
+                num_kv_blocks=8,
+            )
+            engine = await AsyncLLM.start(args)
+            params = SamplingParams(temperature=0, max_tokens=16)
+            async for output in engine.generate([1, 2, 3], params, request_id="a"):
+                ids = output.outputs[0].token_ids
+            print(list(ids), "torch" in sys.modules)
+            await engine.shutdown()
+
+        asyncio.run(main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [f"{list(generated(directory)[0])} False"], done.stderr
+
+
+def test_shapes_found_out_elsewhere_are_those_of_the_families(directory):
+    from tokenmill.models.loader import tensor_shapes
+
+    assert shapes_elsewhere(CONFIG, "tokenmill") == tensor_shapes(CONFIG)
+    broken = {**CONFIG, "num_key_value_heads": 3}
+    with pytest.raises(ConfigError, match="num_attention_heads=4 is not a multiple"):
+        shapes_elsewhere(broken, "tokenmill")

@@ -118,7 +118,7 @@ class AsyncLLM:
         """
         options = options or ServeOptions()
         progress = on_progress or _silent
-        checkpoint = await in_daemon_thread(build.open_model, args, progress)
+        checkpoint = await in_daemon_thread(build.open_model, args, progress, without_torch=True)
         config = await in_daemon_thread(build.settle_config, args, checkpoint)
         supervisor = CoreSupervisor(
             args, config, options, on_progress=progress, factory=core_factory

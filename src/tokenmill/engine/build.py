@@ -84,9 +84,14 @@ def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEn
     )
 
 
-def open_model(args: EngineArgs, on_progress: Progress) -> Checkpoint:
-    """Find the model, fetching it if need be, and open its files."""
-    opener = _opener(args)
+def open_model(
+    args: EngineArgs, on_progress: Progress, *, without_torch: bool = False
+) -> Checkpoint:
+    """Find the model, fetching it if need be, and open its files.
+
+    `without_torch` keeps torch out of this process where a dummy model's shapes need it.
+    """
+    opener = _opener(args, without_torch=without_torch)
     path = resolve_model(
         args.model,
         args.revision,
@@ -207,26 +212,28 @@ def _build_core(
     return EngineCore(scheduler, executor, max_steps_in_flight=depth, grammars=grammars)
 
 
-def _opener(args: EngineArgs) -> Callable[[Path], Checkpoint]:
+def _opener(args: EngineArgs, *, without_torch: bool = False) -> Callable[[Path], Checkpoint]:
     """How the model's files are opened. Raises `ConfigError` for an unknown `load_format`."""
     if args.load_format not in LOAD_FORMATS:
         raise ConfigError(
             f"load_format={args.load_format!r} is not one of: {', '.join(LOAD_FORMATS)}."
             f"{did_you_mean(args.load_format, LOAD_FORMATS)}"
         )
-    return open_checkpoint if args.load_format == "auto" else partial(_open_dummy, args)
+    if args.load_format == "auto":
+        return open_checkpoint
+    return partial(_open_dummy, args, without_torch=without_torch)
 
 
-def _open_dummy(args: EngineArgs, path: Path) -> Checkpoint:
-    from tokenmill.models.loader import tensor_shapes
+def _open_dummy(args: EngineArgs, path: Path, *, without_torch: bool) -> Checkpoint:
+    def shapes(config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+        if without_torch:
+            from tokenmill.engine.dummy_shapes import shapes_elsewhere as shapes_of
+        else:
+            from tokenmill.models.loader import tensor_shapes as shapes_of
+        implementation, _ = settle_implementation(args, config)
+        return shapes_of(apply_overrides(config, args.hf_overrides), implementation)
 
-    return open_dummy(
-        path,
-        tensor_shapes=lambda config: tensor_shapes(
-            apply_overrides(config, args.hf_overrides), settle_implementation(args, config)[0]
-        ),
-        seed=args.seed,
-    )
+    return open_dummy(path, tensor_shapes=shapes, seed=args.seed)
 
 
 def read_tokenizer(args: EngineArgs, checkpoint: Checkpoint) -> Tokenizer | None:
