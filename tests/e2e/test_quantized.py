@@ -106,6 +106,8 @@ def test_which_weights_are_packed(tmp_path) -> None:
     shapes = {
         "model.embed_tokens.weight": (40, 64),
         "model.layers.0.mlp.gate.weight": (8, 64),
+        "model.layers.0.mlp.router.weight": (8, 64),
+        "model.layers.0.mlp.shared_expert_gate.weight": (1, 64),
         "model.layers.0.mlp.up_proj.weight": (96, 64),
         "model.layers.0.mlp.up_proj.bias": (96,),
         "model.layers.0.input_layernorm.weight": (64,),
@@ -124,6 +126,8 @@ def test_which_weights_are_packed(tmp_path) -> None:
     assert {name: f for name, f in packed.tensor_formats.items() if f != "BF16"} == {
         "model.embed_tokens.weight": "packed Q8_0",
         "model.layers.0.mlp.gate.weight": "packed Q8_0",
+        "model.layers.0.mlp.router.weight": "packed Q8_0",
+        "model.layers.0.mlp.shared_expert_gate.weight": "packed Q8_0",
         "model.layers.0.mlp.up_proj.weight": "packed Q4_1",
     }
     for name, values in tensors.items():

@@ -36,7 +36,8 @@ _PLAIN = ("F32", "F16", "BF16")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _TRANSPOSED = ("GPT2LMHeadModel",)
 """Architectures whose checkpoints keep matrices as [in_features, out_features]."""
-_EIGHT_BITS = ("embed_tokens.weight", "lm_head.weight", ".gate.weight", ".router.weight")
+_ROUTERS = (".gate.weight", ".router.weight", ".shared_expert_gate.weight", ".wg.weight")
+_EIGHT_BITS = ("embed_tokens.weight", "lm_head.weight", *_ROUTERS)
 """Ends of the names of matrices that take eight bits in any format: vocabularies, and routers."""
 _KEPT = ("norm", "embed", "wte", "wpe")
 """Parts of the names of weights that are no matrices of layers, such as tables of positions."""
