@@ -38,7 +38,6 @@ from block_types import SUPER_BLOCK, quantize
 from gguf.quants import dequantize
 
 from tokenmill.checkpoint.names import resolve_model
-from tokenmill.config.device import NATIVE_KERNELS
 from tokenmill.entrypoints.bench.kernel_cases import product_cases
 from tokenmill.entrypoints.bench.limits import NativeLimits, best_seconds
 from tokenmill.entrypoints.perplexity import QUALITY_TEXT, perplexity
@@ -59,6 +58,8 @@ NEAREST = {
 OUTPUTS, INPUTS = 8192, 2048
 """Of the product: a half of the gates of a model of a billion parameters, 16.8 million values."""
 ROWS = (1, 16, 64, 512)
+LEVELS = (("amx", "avx512", "avx2", "portable"), ("i8mm", "dotprod", "neon"))
+"""Instruction sets of a kind of processor, best first."""
 SCORED = "float32 of the same weights"
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
@@ -205,7 +206,8 @@ def tensor_type(name: str, shape: tuple[int, ...], weights: str) -> str:
 def available_isas() -> list[str]:
     """From the best one on."""
     best = native.module().detected_isa()
-    return list(NATIVE_KERNELS[NATIVE_KERNELS.index(best) :])
+    (levels,) = [each for each in LEVELS if best in each]
+    return list(levels[levels.index(best) :])
 
 
 def in_child(isa: str, directory: Path, options: argparse.Namespace, *, first: bool) -> Any:

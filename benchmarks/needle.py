@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
 from sharegpt import conversations, default_path
 
 from tokenmill import LLM, SamplingParams
@@ -142,9 +140,8 @@ def main() -> None:
     options = parser.parse_args()
 
     path = options.sharegpt or default_path()
-    table = Table(title=f"pass keys at {options.depths} depths, {options.keys} at each")
-    for heading in ("model", "prompt", "KV", "found", "log p", "moved"):
-        table.add_column(heading, justify="right")
+    print("| model | prompt | KV | found | log p | moved |")
+    print("|---|---:|---|---:|---:|---:|", flush=True)
     for model in options.models:
         tokenizer = load_tokenizer(open_checkpoint(resolve_model(model)).tokenizer_data)
         batch = needles(tokenizer, path, options.lengths, options.depths, options.keys)
@@ -152,10 +149,8 @@ def main() -> None:
         for length, kv_dtype, each, moved in rows(batch, found):
             hits = sum(answer.is_found for answer in each)
             mean = sum(answer.logprob for answer in each) / len(each)
-            shown = (f"{hits} of {len(each)}", f"{mean:.4f}", f"{moved:.4f}")
-            table.add_row(model, f"{length:,}", kv_dtype, *shown)
-        table.add_section()
-    Console().print(table)
+            shown = f"{hits} of {len(each)} | {mean:.4f} | {moved:.4f}"
+            print(f"| {model} | {length:,} | {kv_dtype} | {shown} |", flush=True)
 
 
 if __name__ == "__main__":
