@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -79,16 +81,26 @@ def test_greedy_tokens_equal_transformers(family: LibraryFamily) -> None:
             assert abs(step[token_id].logprob - float(row[token_id])) < 2e-4
 
 
-def test_native_families_stay_native_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("llama", "tokenmill"), ("arcee", "transformers")]
+)
+def test_native_families_stay_native_unless_asked(
+    name: str, implementation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"device": "cpu", "num_kv_blocks": 8, "max_model_len": 64}
     with (
         caplog.at_level("INFO", logger="tokenmill"),
-        LLM(
-            str(saved("llama")),
-            device="cpu",
-            num_kv_blocks=8,
-            max_model_len=64,
-            skip_tokenizer_init=True,
-        ) as llm,
+        LLM(str(saved(name)), skip_tokenizer_init=True, **settings) as llm,
     ):
-        assert llm.llm_engine.config.model.implementation == "tokenmill"
-    assert "transformers" not in caplog.text
+        assert llm.llm_engine.config.model.implementation == implementation
+    says_so = "model_impl=transformers: there is no native family for ArceeForCausalLM"
+    assert (says_so in caplog.text) == (implementation == "transformers")
+
+
+def test_the_library_is_not_imported_before_it_is_needed() -> None:
+    code = (
+        "import sys, tokenmill.models.loader, tokenmill.models.transformers_backend.load;"
+        "print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

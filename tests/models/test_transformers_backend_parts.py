@@ -205,14 +205,12 @@ def test_inspect_says_whose_code_runs(tmp_path: Path) -> None:
     assert "GraniteForCausalLM (runs on transformers' code)" in text
 
     config = json.loads((saved("granite") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"})
-    )
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_causal": False}))
     shutil.copy(saved("granite") / "model.safetensors", tmp_path)
     refused = inspected(tmp_path)
     assert not refused["is_supported"]
     assert refused["implementation"] == ""
-    assert "FalconH1ForCausalLM cannot run through transformers" in refused["why_not"]
+    assert "its attention is not causal" in refused["why_not"]
 
 
 def test_weights_that_are_packed_beforehand(tmp_path: Path) -> None:
