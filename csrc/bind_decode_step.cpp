@@ -104,27 +104,27 @@ class OwningDecodeStep {
   }
 
   // False if the step is none of these; then nothing has happened.
-  bool run_layers(const nb::list& rows, const nb::list& num_scheduled_tokens,
-                  const nb::list& num_logits, const nb::list& is_sampled) {
+  bool run(const nb::list& rows, const nb::list& num_scheduled_tokens, const nb::list& num_logits,
+           const nb::list& is_sampled) {
     if (!all_one(num_scheduled_tokens) || !all_one(num_logits) || !all_true(is_sampled))
       return false;
     std::vector<std::int64_t> numbers = numbers_of(rows);
     if (!step_.takes(numbers)) return false;
     Unlocked unlocked;
-    step_.run_layers(std::move(numbers));
+    step_.run(std::move(numbers));
     return true;
   }
 
   // Token lists, one a request, and the places of those without a token to draw.
-  std::pair<nb::object, std::vector<int>> draw() {
-    {
-      Unlocked unlocked;
-      step_.draw();
-    }
+  std::pair<nb::object, std::vector<int>> drawn() const {
     return {lists_of(step_.token_ids()), step_.bad_places()};
   }
 
-  void commit() { step_.commit(); }
+  std::pair<nb::object, std::vector<int>> commit() {
+    step_.commit();
+    return drawn();
+  }
+
   double kernel_seconds() const { return step_.kernel_seconds(); }
 
  private:
@@ -177,8 +177,8 @@ void bind_decode_step(nb::module_& module) {
            nb::arg("attention"), nb::arg("hidden"), nb::arg("head_input"), nb::arg("logits"),
            nb::arg("columns"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
            nb::keep_alive<1, 4>(), nb::keep_alive<1, 9>())
-      .def("run_layers", &OwningDecodeStep::run_layers)
-      .def("draw", &OwningDecodeStep::draw)
+      .def("run", &OwningDecodeStep::run)
+      .def("drawn", &OwningDecodeStep::drawn)
       .def("commit", &OwningDecodeStep::commit)
       .def_prop_ro("kernel_seconds", &OwningDecodeStep::kernel_seconds);
 }

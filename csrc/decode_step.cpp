@@ -64,8 +64,13 @@ bool DecodeStep::takes(const std::vector<std::int64_t>& rows) const {
   });
 }
 
-void DecodeStep::run_layers(std::vector<std::int64_t> rows) {
+void DecodeStep::run(std::vector<std::int64_t> rows) {
   rows_ = std::move(rows);
+  run_layers();
+  draw();
+}
+
+void DecodeStep::run_layers() {
   ones_.assign(rows_.size(), 1);
   take(columns_.num_computed_tokens, rows_, num_computed_);
   positions_.resize(rows_.size());

@@ -51,12 +51,9 @@ class DecodeStep {
   // Whether a step of these rows may be made here.
   bool takes(const std::vector<std::int64_t>& rows) const;
 
-  // Gathers and runs the layers. May be called again before `draw`. Throws std::invalid_argument
-  // if a row has no token to compute, or no place for the next.
-  void run_layers(std::vector<std::int64_t> rows);
-
-  // Runs the head and draws a token for each row of the last `run_layers`.
-  void draw();
+  // From the rows to a token for each of them; nothing is written yet, so it may be called again.
+  // Throws std::invalid_argument if a row has no token to compute, or no place for the next.
+  void run(std::vector<std::int64_t> rows);
 
   // Writes the tokens behind the rows and counts them: the last act of a step.
   void commit();
@@ -69,6 +66,8 @@ class DecodeStep {
   double kernel_seconds() const { return kernel_seconds_; }
 
  private:
+  void run_layers();
+  void draw();
   void build_plans();
   void gather_columns();
   void draw_slab(std::int64_t begin, int count);

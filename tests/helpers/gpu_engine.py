@@ -17,7 +17,7 @@ from tokenmill.engine.build import build_front_end, read_tokenizer
 from tokenmill.engine.client import InProcessClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.llm_engine import LLMEngine
-from tokenmill.executor.local import LocalExecutor
+from tokenmill.executor.local import InlineExecutor
 from tokenmill.layers.gpu import GpuKernels, WeightFormat
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
@@ -92,7 +92,7 @@ def gpu_engine(
         grammars = build_grammars(config, lambda: tokenizer, lambda known: known.eos_token_ids)
     core = EngineCore(
         build_scheduler(config, cache, grammars),
-        LocalExecutor(worker, background=False),
+        InlineExecutor(worker),
         max_steps_in_flight=config.scheduler.max_steps_in_flight,
         grammars=grammars,
     )

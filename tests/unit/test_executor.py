@@ -9,14 +9,14 @@ import pytest
 from helpers.worker import INTERRUPT_TOKEN, Host, generate_alone, make_worker
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.errors import EngineDeadError
-from tokenmill.executor.local import LocalExecutor
+from tokenmill.executor.local import local_executor
 
 BOTH = pytest.mark.parametrize("background", [False, True])
 
 
 def make_executor(background):
     worker, model = make_worker()
-    return LocalExecutor(worker, background=background), Host(worker), model
+    return local_executor(worker, background=background), Host(worker), model
 
 
 def submit(executor, plan):

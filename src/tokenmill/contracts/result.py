@@ -26,3 +26,14 @@ class ModelRunnerOutput:
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that failed, alone, with the reason; they have no tokens. A row that has failed
     fails in every step until it is freed: with two plans in flight the next one names it again."""
+
+    @property
+    def has_tokens_only(self) -> bool:
+        """Whether there is nothing beside `sampled_token_ids`."""
+        return not (
+            self.logprobs
+            or self.prompt_logprobs
+            or self.draft_token_ids
+            or self.pooled
+            or self.errors
+        )

@@ -73,6 +73,7 @@ class Request:
         "draft_token_ids",
         "first_scheduled_time",
         "holds_for_forced",
+        "is_plain",
         "is_pooling",
         "is_structured",
         "max_tokens",
@@ -83,6 +84,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_settled_tokens",
+        "num_slots",
         "num_steps_in_flight",
         "num_unsent_tokens",
         "num_untold_tokens",
@@ -129,6 +131,8 @@ class Request:
 
         self.is_structured = data.sampling_params.structured_outputs is not None
         """Whether a grammar restricts its output."""
+        self.is_plain = not (self.is_pooling or self.is_structured)
+        """Whether it samples tokens, and no others are put among them."""
         self.num_unsent_tokens = 0
         """Of the last tokens known, those that no output has told yet: forced at the start."""
         self.num_untold_tokens = 0
@@ -140,6 +144,8 @@ class Request:
         """Tokens whose KV is computed, or will be by the steps in flight."""
         self.num_settled_tokens = 0
         """Tokens whose KV is known to be there."""
+        self.num_slots = 0
+        """Of its block tables: so many tokens fit. Kept by the KV cache manager."""
         self.num_output_placeholders = 0
         """Tokens that the steps in flight will bring at most."""
         self.num_steps_in_flight = 0
@@ -197,7 +203,7 @@ class Request:
     @property
     def finish_reason(self) -> FinishReason | None:
         """None while it lives."""
-        return FINISH_REASONS.get(self.status)
+        return FINISH_REASONS[self.status] if self.is_finished else None
 
     def transition(self, status: RequestStatus) -> None:
         """Move to `status`; the drawing at the top says which moves are legal."""
@@ -241,11 +247,15 @@ class Request:
         logprobs, self.pending_prompt_logprobs = self.pending_prompt_logprobs, None
         return logprobs
 
-    def make_output(self) -> EngineCoreOutput:
-        """An output without tokens that tells how the request stands."""
+    def make_output(
+        self, new_token_ids: list[int] | None = None, stop_reason: int | None = None
+    ) -> EngineCoreOutput:
+        """How the request stands, with tokens that are new."""
         return EngineCoreOutput(
             request_id=self.request_id,
+            new_token_ids=new_token_ids or [],
             finish_reason=self.finish_reason,
+            stop_reason=stop_reason,
             num_cached_tokens=self.num_cached_tokens,
             first_scheduled_time=self.first_scheduled_time,
             num_preemptions=self.num_preemptions,

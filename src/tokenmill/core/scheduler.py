@@ -28,6 +28,7 @@ from tokenmill.contracts.seams import GrammarManager, NoGrammars
 from tokenmill.core.admission import OutputSettled, ReadinessRule, acceptance_rules
 from tokenmill.core.chunks import ChunkSizes
 from tokenmill.core.deadlines import Deadlines
+from tokenmill.core.decoding import decodes_in_place, got_its_token, settle_token
 from tokenmill.core.grammar import GrammarReady, cut_drafts, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
 from tokenmill.core.limits import check_groups, check_limits, max_chunk
@@ -194,14 +195,14 @@ class Scheduler:
         for request in list(self.running.values()):
             if not step.token_budget:
                 break
-            if not request.is_running:  # preempted for one before it
-                continue
-            num_new_tokens = self._num_new_tokens(request, step)
-            if not num_new_tokens:
-                continue
-            if not self._take_slots(request, num_new_tokens, step):
-                break
-            step.add(request, num_new_tokens)
+            if decodes_in_place(request) and not self._num_speculative_tokens:
+                step.add_decode(request)
+            elif request.is_running:  # not preempted for one before it
+                num_new_tokens = self._num_new_tokens(request, step)
+                if num_new_tokens:
+                    if not self._take_slots(request, num_new_tokens, step):
+                        break
+                    step.add(request, num_new_tokens)
 
     def _num_new_tokens(self, request: Request, step: Step) -> int:
         """Tokens of a running request to compute in this step; 0 is to leave it out."""
@@ -243,7 +244,7 @@ class Scheduler:
 
     def _wait_reason(self, request: Request) -> str | None:
         reasons = (rule.wait_reason(request) for rule in self._readiness_rules)
-        return next((reason for reason in reasons if reason is not None), None)
+        return next(filter(None, reasons), None)
 
     def _start(self, request: Request, step: Step, now: float) -> bool:
         """Admit the first waiting request, if budget and blocks allow; False leaves all as it was.
@@ -291,10 +292,14 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.plan is plan, "plans settle in the order in which they were made"
         assert result.step_id == plan.step_id, "this is another plan's result"
-        outputs = []
+        outputs, tokens_only = [], result.has_tokens_only
         for index, request in enumerate(step.requests):
             request.num_steps_in_flight -= 1
             if request.is_finished:
+                continue
+            if tokens_only and got_its_token(step, index, result, self._vocab_size):
+                sampled = result.sampled_token_ids[index]
+                outputs.append(settle_token(request, sampled, self.kv, self._finish))
                 continue
             output = self._settle(step, index, result)
             if output is not None:
@@ -339,10 +344,8 @@ class Scheduler:
             stop = POOLED
         if stop is not None:
             self._finish(request, stop.status)
-        output = request.make_output()
+        output = request.make_output(token_ids, None if stop is None else stop.stop_reason)
         output.pooled = pooled
-        output.new_token_ids = token_ids
-        output.stop_reason = None if stop is None else stop.stop_reason
         if request_id in result.logprobs:
             output.new_logprobs = result.logprobs[request_id][: len(token_ids)]
         output.prompt_logprobs = request.take_prompt_logprobs()

@@ -56,6 +56,18 @@ class Step:
         self.requests.append(request)
         self.token_budget -= num_new_tokens
 
+    def add_decode(self, request: Request) -> None:
+        """`add` for a request that decodes in place (`decoding.py`)."""
+        plan = self.plan
+        assert request.row is not None
+        plan.req_ids.append(request.request_id)
+        plan.rows.append(request.row)
+        plan.num_scheduled_tokens.append(1)
+        plan.num_logits.append(1)
+        plan.is_sampled.append(True)
+        self.requests.append(request)
+        self.token_budget -= 1
+
     def add_block_ids(self, request: Request, new_block_ids: BlockIds) -> None:
         """Tell the workers which blocks a running request's tables grow by, if any."""
         if new_block_ids[0]:
@@ -113,9 +125,15 @@ class Step:
 
     def launch(self) -> None:
         """Count the step's tokens as computed and its samples as expected."""
-        for index, request in enumerate(self.requests):
-            request.num_computed_tokens += self.plan.num_scheduled_tokens[index]
-            request.num_output_placeholders += self.num_due(index)
+        plan, drafts = self.plan, self.plan.draft_token_ids
+        for request, num_tokens, is_sampled in zip(
+            self.requests, plan.num_scheduled_tokens, plan.is_sampled, strict=True
+        ):
+            request.num_computed_tokens += num_tokens
+            if is_sampled:
+                request.num_output_placeholders += 1
+                if drafts:
+                    request.num_output_placeholders += len(drafts.get(request.request_id, ()))
             request.num_steps_in_flight += 1
             request.num_untold_tokens = 0
             if request.draft_token_ids:

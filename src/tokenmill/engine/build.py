@@ -200,12 +200,12 @@ def _build_core(
     tokenizer: Callable[[], Tokenizer | None],
 ) -> EngineCore:
     """Workers, executor and scheduler. Here torch is imported for the first time."""
-    from tokenmill.executor.local import LocalExecutor
+    from tokenmill.executor.local import local_executor
     from tokenmill.worker.build import build_worker
 
     worker = build_worker(config, checkpoint, lambda done, total: progress("load", done, total))
     depth = config.scheduler.max_steps_in_flight
-    executor = LocalExecutor(worker, background=depth > 1 and config.device == "cpu")
+    executor = local_executor(worker, background=depth > 1 and config.device == "cpu")
     generation = generation_config(args, checkpoint.generation_config)
     grammars: GrammarManager = NoGrammars()
     if not args.skip_tokenizer_init:

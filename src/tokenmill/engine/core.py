@@ -152,7 +152,7 @@ class EngineCore:
             return False
         self.journal.begin(plan)
         waits = bool(plan.structured_req_ids and self._in_flight)
-        if not waits:
+        if plan.structured_req_ids and not waits:
             self._grammars.begin(plan)
         self._executor.execute_model(plan)
         if waits:
@@ -164,7 +164,8 @@ class EngineCore:
     def _sample(self, plan: SchedulerOutput) -> None:
         """Finish the step whose forward pass was started last."""
         self._unsampled = None
-        grammar_output = self._grammars.get_grammar_bitmask(plan)
+        masked = bool(plan.structured_req_ids)
+        grammar_output = self._grammars.get_grammar_bitmask(plan) if masked else None
         self._in_flight.append((plan, self._executor.sample_tokens(grammar_output)))
 
     def _check_alive(self) -> None:

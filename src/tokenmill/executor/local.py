@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import NoReturn
 
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.result import ModelRunnerOutput
@@ -13,60 +12,88 @@ from tokenmill.contracts.seams import StepFuture
 from tokenmill.errors import EngineDeadError
 from tokenmill.worker.worker import Worker
 
-P = ParamSpec("P")
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
+class LocalExecutor:
+    """One worker, one device. What its calls raise is raised by the step's `result()`."""
 
-class Task(Protocol[T_co]):
-    """A call that was submitted."""
+    def __init__(self, worker: Worker) -> None:
+        self._worker: Worker | None = worker
 
-    def result(self) -> T_co:
-        """Wait for it; returns or raises what it does."""
-        ...
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        """Start the forward pass of a plan."""
+        raise NotImplementedError
 
-
-class Tasks(Protocol):
-    """Runs calls in their order."""
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]: ...
-
-    def shutdown(self) -> None: ...
-
-
-class InlineTasks:
-    """Runs each call before `submit` returns; the library's futures cost more than small steps."""
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Task[T]:
-        try:
-            return _Returned(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - raised again by `result()`
-            return _Raised(error)
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
+        """Sample after the forward pass that was started last."""
+        raise NotImplementedError
 
     def shutdown(self) -> None:
-        """Nothing is under way."""
+        """Finish the steps under way and free the model and its cache; may be called twice."""
+        self._worker = None
+
+    def _running_worker(self) -> Worker:
+        if self._worker is None:
+            raise EngineDeadError("The engine was shut down; build a new one.")
+        return self._worker
 
 
-@dataclass(frozen=True, slots=True)
-class _Returned(Generic[T]):
-    value: T
+class InlineExecutor(LocalExecutor):
+    """A call returns when its work is done, or handed to a GPU: the library's futures would cost
+    more than small steps.
+    """
 
-    def result(self) -> T:
-        return self.value
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self._error: Exception | None = None
+        """Of the forward pass that was started last."""
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._error = None
+        worker = self._running_worker()
+        try:
+            worker.execute_model(plan)
+        except Exception as error:  # noqa: BLE001 - raised again by `result()`
+            self._error = error
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
+        if self._error is not None:
+            return FailedStep(self._error)
+        worker = self._running_worker()
+        try:
+            return worker.sample_tokens(grammar_output)
+        except Exception as error:  # noqa: BLE001 - raised again by `result()`
+            return FailedStep(error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Raised:
-    error: Exception
+class BackgroundExecutor(LocalExecutor):
+    """Steps run in one thread, in the order of the calls, while the caller plans the next."""
 
-    def result(self) -> NoReturn:
-        raise self.error
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenmill-worker")
+        self._forward: Future[None]
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._forward = self._thread.submit(self._running_worker().execute_model, plan)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
+        worker, forward = self._running_worker(), self._forward
+
+        def sample() -> StepFuture:
+            forward.result()
+            return worker.sample_tokens(grammar_output)
+
+        return SubmittedStep(self._thread.submit(sample))
+
+    def shutdown(self) -> None:
+        self._thread.shutdown()
+        super().shutdown()
 
 
 class SubmittedStep:
     """A step whose calls are under way."""
 
-    def __init__(self, sampling: Task[StepFuture]) -> None:
+    def __init__(self, sampling: Future[StepFuture]) -> None:
         self._sampling = sampling
 
     def result(self) -> ModelRunnerOutput:
@@ -74,42 +101,17 @@ class SubmittedStep:
         return self._sampling.result().result()
 
 
-class LocalExecutor:
-    """One worker, one device.
+@dataclass(frozen=True, slots=True)
+class FailedStep:
+    """A step with a call that raised."""
 
-    With `background`, steps run in one thread, in the order of the calls, while the caller plans
-    the next. Otherwise a call returns when its work is done, or handed to a GPU.
-    """
+    error: Exception
 
-    def __init__(self, worker: Worker, *, background: bool) -> None:
-        self._worker: Worker | None = worker
-        self._tasks: Tasks = (
-            ThreadPoolExecutor(1, thread_name_prefix="tokenmill-worker")
-            if background
-            else InlineTasks()
-        )
-        self._forward: Task[None]
+    def result(self) -> NoReturn:
+        """Raise it."""
+        raise self.error
 
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        """Start the forward pass of a plan; what it raises is raised by the step's `result()`."""
-        self._forward = self._tasks.submit(self._running_worker().execute_model, plan)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
-        """Sample after the forward pass that was started last."""
-        worker, forward = self._running_worker(), self._forward
-
-        def sample() -> StepFuture:
-            forward.result()
-            return worker.sample_tokens(grammar_output)
-
-        return SubmittedStep(self._tasks.submit(sample))
-
-    def shutdown(self) -> None:
-        """Finish the steps under way and free the model and its cache; may be called twice."""
-        self._tasks.shutdown()
-        self._worker = None
-
-    def _running_worker(self) -> Worker:
-        if self._worker is None:
-            raise EngineDeadError("The engine was shut down; build a new one.")
-        return self._worker
+def local_executor(worker: Worker, *, background: bool) -> LocalExecutor:
+    """One whose steps run in a thread of their own, or in the caller's."""
+    return BackgroundExecutor(worker) if background else InlineExecutor(worker)

@@ -13,31 +13,24 @@ Drawn = tuple[list[list[int]], list[int]]
 class DecodeSteps(Protocol):
     """Makes the steps that it takes; the runner makes the others."""
 
-    def run_layers(self, plan: SchedulerOutput) -> bool:
-        """Run the forward pass of a plan whose differences are applied; False if it is none of
-        these steps. It may be run again.
+    def run(self, plan: SchedulerOutput) -> bool:
+        """Compute a plan whose differences are applied, and draw its tokens; False if it is none
+        of these steps. Nothing is written yet, so it may be run again.
         """
         ...
 
-    def draw(self) -> Drawn:
-        """Draw the tokens after the last forward pass; nothing is written yet."""
-        ...
-
-    def commit(self) -> None:
-        """Write the drawn tokens into the rows and count them."""
+    def commit(self) -> Drawn:
+        """Write the drawn tokens into the rows, and count them."""
         ...
 
 
 class NoDecodeSteps:
     """The runner makes all steps."""
 
-    def run_layers(self, plan: SchedulerOutput) -> bool:
+    def run(self, plan: SchedulerOutput) -> bool:
         """None of these."""
         return False
 
-    def draw(self) -> Drawn:
+    def commit(self) -> Drawn:
         """Never called."""
         raise AssertionError("no step was taken")
-
-    def commit(self) -> None:
-        """Never called."""

@@ -161,10 +161,7 @@ class ModelRunner:
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Run the forward pass of a plan whose differences are applied; it may be run again."""
-        if self._decode_steps.run_layers(plan):
-            self._state = plan
-        else:
-            self._state = self._execute(plan)
+        self._state = plan if self._decode_steps.run(plan) else self._execute(plan)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
         """Sample after the last forward pass, commit, and hand over the step's result."""
@@ -173,8 +170,7 @@ class ModelRunner:
         if isinstance(state, ExecuteModelState):
             return self._sample_and_commit(state, grammar_output)
         assert grammar_output is None, "steps with masks are none that only decode"
-        output = decode_output(state, self._decode_steps.draw())
-        self._decode_steps.commit()
+        output = decode_output(state, self._decode_steps.commit())
         self.num_bad_logits += len(output.errors)
         return FinishedStep(output)
 

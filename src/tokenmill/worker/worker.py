@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
@@ -16,15 +15,20 @@ from tokenmill.worker.results import FinishedStep
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A call that raised."""
+    """What a call raised: the boundary that a request's failure stops at.
+
+    Only the reason is kept: the frames of a traceback would keep the step's tensors alive.
+    """
 
     reason: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        name = type(error).__name__
+        return cls(f"{name}: {error}" if str(error) else name)
 
 
 class Worker:
@@ -50,8 +54,13 @@ class Worker:
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Apply a plan and run its forward pass."""
         self._plan = plan
+        self._forward = None
         self.runner.update_states(plan)
-        self._forward = _attempt(self.runner.execute_model, plan) if plan.rows else None
+        if plan.rows:
+            try:
+                self.runner.execute_model(plan)
+            except Exception as error:  # noqa: BLE001 - whatever a kernel raises, one request pays
+                self._forward = _Failure.of(error)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
         """Finish the step that `execute_model` began, as far as the host goes."""
@@ -60,10 +69,10 @@ class Worker:
             return FinishedStep(ModelRunnerOutput(plan.step_id, [], []))
         failure = self._forward
         if failure is None:
-            outcome = _attempt(self.runner.sample_tokens, grammar_output)
-            if not isinstance(outcome, _Failure):
-                return outcome
-            failure = outcome
+            try:
+                return self.runner.sample_tokens(grammar_output)
+            except Exception as error:  # noqa: BLE001 - as above
+                failure = _Failure.of(error)
         logger.warning(
             "Step %d failed (%s); running its %d requests one by one.",
             plan.step_id,
@@ -77,7 +86,7 @@ class Worker:
     ) -> ModelRunnerOutput:
         merged = ModelRunnerOutput(plan.step_id, plan.req_ids, [])
         for alone, mask in _split(plan, grammar_output):
-            outcome = _attempt(self._run_alone, alone, mask)
+            outcome = self._run_alone(alone, mask)
             if isinstance(outcome, _Failure):
                 merged.sampled_token_ids.append([])
                 merged.errors[alone.req_ids[0]] = (
@@ -94,20 +103,12 @@ class Worker:
 
     def _run_alone(
         self, plan: SchedulerOutput, grammar_output: GrammarOutput | None
-    ) -> ModelRunnerOutput:
-        self.runner.execute_model(plan)
-        return self.runner.sample_tokens(grammar_output).result()
-
-
-def _attempt(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T | _Failure:
-    """What a call returns, or why it failed: the boundary that a request's failure stops at.
-
-    Only the reason is kept: the frames of a traceback would keep the step's tensors alive.
-    """
-    try:
-        return call(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - whatever a kernel raises, one request pays for it
-        return _Failure(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    ) -> ModelRunnerOutput | _Failure:
+        try:
+            self.runner.execute_model(plan)
+            return self.runner.sample_tokens(grammar_output).result()
+        except Exception as error:  # noqa: BLE001 - as above
+            return _Failure.of(error)
 
 
 def _split(

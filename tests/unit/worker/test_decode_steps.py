@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers.tiny import write_wide_llama
 from tokenmill import LLM, SamplingParams
@@ -56,16 +55,13 @@ class Counted:
         self._steps = steps
         self.num_taken = 0
 
-    def run_layers(self, plan: SchedulerOutput) -> bool:
-        taken: bool = self._steps.run_layers(plan)
+    def run(self, plan: SchedulerOutput) -> bool:
+        taken: bool = self._steps.run(plan)
         self.num_taken += taken
         return taken
 
-    def draw(self) -> Any:
-        return self._steps.draw()
-
-    def commit(self) -> None:
-        self._steps.commit()
+    def commit(self) -> Any:
+        return self._steps.commit()
 
 
 def texts_of(llm: LLM, asked: list[SamplingParams]) -> list[tuple[int, ...]]:
@@ -128,19 +124,29 @@ def test_the_check_mode_compares_every_step(wide_llama: Path) -> None:
 
 def test_a_difference_is_told() -> None:
     class Draws:
-        def run_layers(self, plan: SchedulerOutput) -> bool:
+        def run(self, plan: SchedulerOutput) -> bool:
             return True
 
-        def draw(self) -> tuple[list[list[int]], list[int]]:
+        def drawn(self) -> tuple[list[list[int]], list[int]]:
             return [[1], [2], [3]], [2]
 
-        def commit(self) -> None:
-            raise AssertionError("not asked for")
-
-    steps = CheckedDecodeSteps(Draws(), lambda plan: [[1], [5], [9]])
-    assert steps.run_layers(SchedulerOutput(0))
+    steps = CheckedDecodeSteps(Draws(), lambda plan: [[1], [5], [9]])  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=r"places \[1\]"):
-        steps.draw()
+        steps.run(SchedulerOutput(0))
+
+
+def rows_of(llm: LLM) -> list[int]:
+    """Of the running requests, in the order of their admission."""
+    client: Any = llm.llm_engine._client
+    return [request.row for request in client.core.scheduler.running.values()]
+
+
+def poison_cache(runner: ModelRunner, row: int) -> None:
+    """Make the keys and values of a row's first block NaN."""
+    block_id = runner._rows.block_tables[0].block_ids[row, 0]
+    for layer in runner._model.attention_layers().values():
+        assert layer._kv_cache is not None
+        layer._kv_cache[block_id] = float("nan")
 
 
 @needs_kernels
@@ -150,26 +156,13 @@ def test_logits_that_are_not_finite_end_their_request_alone(wide_llama: Path) ->
         for place, prompt in enumerate(prompts(3)):
             llm.llm_engine.add_request(str(place), prompt, params(place))
         llm.llm_engine.step()
-        steps = runner._decode_steps
-        assert isinstance(steps, NativeDecodeSteps)
-        healthy = steps._step
-
-        class Breaks:
-            """Breaks a row behind the layers."""
-
-            def run_layers(self, *lists: Any) -> bool:
-                taken: bool = healthy.run_layers(*lists)
-                with torch.inference_mode():
-                    steps._held[0].hidden_states[1] = float("nan")
-                return taken
-
-            draw, commit = healthy.draw, healthy.commit
-
-        steps._step = Breaks()
-        outputs = llm.llm_engine.step()
-        steps._step = healthy
+        runner._decode_steps = counted = Counted(runner._decode_steps)
+        poison_cache(runner, rows_of(llm)[1])
+        outputs = []
         while llm.llm_engine.has_unfinished_requests():
             outputs += llm.llm_engine.step()
+    assert counted.num_taken > 3
+    assert runner.num_bad_logits == 1
     last = {output.request_id: output.outputs[0] for output in outputs}
     assert last["1"].finish_reason == "error"
     assert last["1"].error == BAD_LOGITS
@@ -185,7 +178,7 @@ def test_a_plan_past_known_tokens_is_refused(wide_llama: Path) -> None:
         runner._rows.clear(0)
         plan = SchedulerOutput(0, ["a"], [0], [1], [1], [True])
         with pytest.raises(ValueError, match="past known tokens"):
-            runner._decode_steps.run_layers(plan)
+            runner._decode_steps.run(plan)
         for other in ([2], [0]):
             plan = SchedulerOutput(0, ["a"], [0], other, other, [bool(other[0])])
-            assert not runner._decode_steps.run_layers(plan)
+            assert not runner._decode_steps.run(plan)

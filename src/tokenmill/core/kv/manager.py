@@ -160,6 +160,7 @@ class KVCacheManager:
             group.release_passed(request_id, num_computed_tokens - num_lookahead_tokens)
         if not self._has_free_blocks(request_id, num_missing, num_must_fit, computed):
             return None
+        request.num_slots = (table_length + num_missing) * self.block_size
         for group, hits in zip(self._groups, computed.blocks, strict=False):
             group.append_hits(request_id, hits)
         return tuple(group.append_new(request_id, num_missing) for group in self._groups)
@@ -188,6 +189,7 @@ class KVCacheManager:
         Steps in flight may still use the blocks: workers run steps in order, so whoever gets a
         block next writes it after them.
         """
+        request.num_slots = 0
         for group in self._groups:
             group.free(request.request_id)
 

@@ -40,9 +40,8 @@ RUNNER_STAGES = {
 }
 """Methods of the runner to the names of their stages."""
 
-DECODE_STAGES = {"run_layers": "forward", "draw": "sample", "commit": "commit"}
-"""Of the native steps that only decode; the first gathers the step's inputs, too, and the second
-computes the logits."""
+DECODE_STAGES = {"run": "forward", "commit": "commit"}
+"""Of the native steps that only decode; the first is all from gathering inputs to sampling."""
 
 NO_KERNELS = frozenset(
     (

@@ -1,9 +1,10 @@
 """Steps in which every request computes one token and draws the next one: most steps.
 
-On the native kernels such a step is two calls, from the rows' tables to the drawn tokens
-(csrc/decode_step.h). They do what the runner does otherwise, bit for bit; but between two steps the
-weights pass through the caches, and everything that numpy, torch and the interpreter then need has
-to come from memory again. `check_graphs=True` runs each of these steps both ways.
+On the native kernels such a step is one call, from the rows' tables to the drawn tokens, and one
+that commits them (csrc/decode_step.h). They do what the runner does otherwise, bit for bit. But
+between two steps the weights pass through the caches, and everything that numpy, torch and the
+interpreter then need has to come from memory again. `check_graphs=True` runs each of these steps
+both ways.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class NativeDecodeSteps:
-    """Two native calls a step."""
+    """Native calls for most of a step."""
 
     def __init__(
         self,
@@ -72,42 +73,41 @@ class NativeDecodeSteps:
         """Time in kernels since the beginning."""
         return float(self._step.kernel_seconds)
 
-    def run_layers(self, plan: SchedulerOutput) -> bool:
+    def run(self, plan: SchedulerOutput) -> bool:
         if plan.draft_token_ids or plan.structured_req_ids:
             return False
-        if not self._step.run_layers(
+        taken: bool = self._step.run(
             plan.rows, plan.num_scheduled_tokens, plan.num_logits, plan.is_sampled
-        ):
-            return False
-        self._stats.num_replayed += 1
-        return True
+        )
+        self._stats.num_replayed += taken
+        return taken
 
-    def draw(self) -> Drawn:
-        drawn: Drawn = self._step.draw()
+    def drawn(self) -> Drawn:
+        """What the last step has drawn."""
+        drawn: Drawn = self._step.drawn()
         return drawn
 
-    def commit(self) -> None:
-        self._step.commit()
+    def commit(self) -> Drawn:
+        drawn: Drawn = self._step.commit()
+        return drawn
 
 
 class CheckedDecodeSteps:
     """Makes every step the runner's way, too, and compares the tokens."""
 
     def __init__(
-        self, steps: DecodeSteps, draw_otherwise: Callable[[SchedulerOutput], list[list[int]]]
+        self,
+        steps: NativeDecodeSteps,
+        draw_otherwise: Callable[[SchedulerOutput], list[list[int]]],
     ) -> None:
         self._steps = steps
         self._draw_otherwise = draw_otherwise
-        self._plan: SchedulerOutput | None = None
 
-    def run_layers(self, plan: SchedulerOutput) -> bool:
-        self._plan = plan
-        return self._steps.run_layers(plan)
-
-    def draw(self) -> Drawn:
-        assert self._plan is not None
-        drawn, bad_places = self._steps.draw()
-        expected = self._draw_otherwise(self._plan)
+    def run(self, plan: SchedulerOutput) -> bool:
+        if not self._steps.run(plan):
+            return False
+        drawn, bad_places = self._steps.drawn()
+        expected = self._draw_otherwise(plan)
         differing = [
             place
             for place, (found, due) in enumerate(zip(drawn, expected, strict=True))
@@ -115,10 +115,10 @@ class CheckedDecodeSteps:
         ]
         if differing:
             raise AssertionError(f"the native step draws other tokens in places {differing}")
-        return drawn, bad_places
+        return True
 
-    def commit(self) -> None:
-        self._steps.commit()
+    def commit(self) -> Drawn:
+        return self._steps.commit()
 
 
 def record_decode_steps(
