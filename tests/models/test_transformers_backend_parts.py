@@ -21,10 +21,11 @@ from helpers.library_models import (
     library_engine,
     random_model,
     reference,
+    reference_logits,
     save,
     saved,
 )
-from helpers.models import TensorCheckpoint, model_config
+from helpers.models import PagedRun, TensorCheckpoint, model_config
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import CheckpointError, ConfigError
@@ -32,6 +33,7 @@ from tokenmill.kernels import native
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.loader import load_model
 from tokenmill.models.transformers_backend.experts import PackedExperts, pack_experts
+from tokenmill.models.transformers_backend.layers import LibraryLinear
 from tokenmill.models.transformers_backend.library import completed
 from tokenmill.models.transformers_backend.ops import ExactOps, our_layers
 
@@ -141,6 +143,27 @@ def test_gates_that_the_kernels_know_are_computed_by_them() -> None:
         packed = [each for each in model.modules() if isinstance(each, PackedExperts)]
         assert packed
         assert all((each.method is not None) == is_known for each in packed)
+
+
+def test_layers_whose_matrix_the_library_reads_stay_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(functional.linear(x, self.up_proj.weight)))
+
+    path, ids = saved("arcee"), prompt(40, 2)
+    mlp = type(reference("arcee").model.layers[0].mlp)
+    monkeypatch.setattr(mlp, "forward", forward)
+    checkpoint = open_checkpoint(path)
+    config = dataclasses.replace(model_config({**checkpoint.config}), implementation="transformers")
+    model: Any = load_model(config, checkpoint, kernels=PlainKernels())
+    kinds = {
+        (type(layer.mlp.up_proj), type(layer.mlp.down_proj)) for layer in model.library.model.layers
+    }
+    assert kinds == {(torch.nn.Linear, LibraryLinear)}
+    with torch.inference_mode():
+        found = model.compute_logits(PagedRun(model, "float32").prefill("a", ids))
+    torch.testing.assert_close(found, reference_logits("arcee", ids), atol=1e-4, rtol=0)
 
 
 def test_faults_of_a_checkpoint_are_listed() -> None:

@@ -26,6 +26,15 @@ from tokenmill.models.transformers_backend.ops import our_layers
 
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate|wg)$")
 """Names of small maps that choose or weigh experts."""
+_NUMBERS = re.compile(r"\d+")
+
+
+class ReadsWeight(Exception):  # noqa: N818 - caught by whoever builds the model
+    """The library's code reads a layer's matrix itself, so the layer must stay the library's."""
+
+    def __init__(self, layer: LibraryLinear) -> None:
+        super().__init__()
+        self.layer = layer
 
 
 class LibraryLinear(nn.Module):
@@ -50,6 +59,11 @@ class LibraryLinear(nn.Module):
         self.dtype = dtype
         self.is_transposed = is_transposed
         self.bias = empty_parameter(out_features, dtype=method.bias_dtype) if has_bias else None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """There is none: raises `ReadsWeight`."""
+        raise ReadsWeight(self)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         slot = self.method.slot(f"{prefix}.weight", slice(0, self.out_features))
@@ -151,6 +165,11 @@ class PositionTable(nn.Module):
         return rows[0] if len(rows) == 1 else tuple(rows)
 
 
+def kind_of(name: str) -> str:
+    """The name of a module without the numbers in it: the same in all layers."""
+    return _NUMBERS.sub("*", name)
+
+
 def _is_rotary(module: nn.Module) -> bool:
     """Whether it computes something for each position and keeps no weights."""
     takes_positions = "position_ids" in inspect.signature(module.forward).parameters
@@ -169,8 +188,11 @@ class Swapper:
         max_model_len: int,
         kernels: LayerKernels,
         is_tied: bool,
+        kept: frozenset[str] = frozenset(),
     ) -> None:
+        """`kept` are kinds (`kind_of`) of linear layers that stay the library's."""
         self._model = model
+        self._kept = kept
         self._dtype = dtype
         self._max_model_len = max_model_len
         self._kernels = kernels
@@ -191,7 +213,9 @@ class Swapper:
                 self._model.set_submodule(name, new)
 
     def _layer_for(self, name: str, module: nn.Module) -> nn.Module | None:
-        if any(part in f"{name}.weight" for part in self.float32_names):
+        if kind_of(name) in self._kept or any(
+            part in f"{name}.weight" for part in self.float32_names
+        ):
             return None
         kind = type(module)
         if kind is nn.Linear:

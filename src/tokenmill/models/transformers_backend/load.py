@@ -20,7 +20,7 @@ from tokenmill.models.pooling import SCORE, add_head
 from tokenmill.models.transformers_backend.checkpoint import NamedCheckpoint
 from tokenmill.models.transformers_backend.experts import IMPLEMENTATION, pack_experts
 from tokenmill.models.transformers_backend.interface import register
-from tokenmill.models.transformers_backend.layers import Swapper
+from tokenmill.models.transformers_backend.layers import ReadsWeight, Swapper, kind_of
 from tokenmill.models.transformers_backend.library import (
     LibraryModel,
     library_model,
@@ -139,14 +139,21 @@ def _build(
     kernels: LayerKernels,
     *,
     is_tied: bool,
+    kept: frozenset[str] = frozenset(),
 ) -> _Built:
+    """Our layers in the skeleton's places, but for linear layers of the kinds `kept`."""
     computed = {name for name, tensor in skeleton.state_dict().items() if not tensor.is_meta} - {
         name for name, _ in skeleton.named_parameters()
     }
     if not pack_experts(skeleton, dtype, kernels):
         skeleton.set_experts_implementation("eager")
     swapper = Swapper(
-        skeleton, dtype=dtype, max_model_len=max_model_len, kernels=kernels, is_tied=is_tied
+        skeleton,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kernels=kernels,
+        is_tied=is_tied,
+        kept=kept,
     )
     swapper.swap()
     model = TransformersForCausalLM(found, skeleton)
@@ -157,7 +164,13 @@ def _build(
         assert isinstance(hidden_states, torch.Tensor)
         return model.compute_logits(hidden_states)
 
-    find_attention(found, skeleton, run, dtype)
+    try:
+        find_attention(found, skeleton, run, dtype)
+    except ReadsWeight as reads:
+        names = {module: name for name, module in skeleton.named_modules()}
+        kept |= {kind_of(names[reads.layer])}
+        fresh = build_skeleton(found, dtype)
+        return _build(found, fresh, dtype, max_model_len, kernels, is_tied=is_tied, kept=kept)
     _allocate(skeleton, swapper.float32_names)
     return _Built(model, list(_slots(skeleton)), frozenset(computed))
 
