@@ -15,6 +15,7 @@ import transformers
 from torch.nn import functional
 
 from helpers.cli import run_cli
+from helpers.default_model import default_model_path
 from helpers.family_models import prompt
 from helpers.library_models import (
     family_named,
@@ -28,6 +29,7 @@ from helpers.library_models import (
 from helpers.models import PagedRun, TensorCheckpoint, model_config
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.parameters import read_parameters
 from tokenmill.errors import CheckpointError, ConfigError
 from tokenmill.kernels import native
 from tokenmill.layers.plain import PlainKernels
@@ -212,6 +214,31 @@ def test_sizes_that_a_config_leaves_to_the_library() -> None:
     assert (sizes["hidden_size"], sizes["num_hidden_layers"]) == (64, 2)
     assert sizes["num_key_value_heads"] == 1  # multi_query, by default
     assert sizes["max_position_embeddings"] == 1024
+
+
+def test_latent_attention_keeps_keys_and_values() -> None:
+    """What the memory of a pool is planned with is what the layers keep."""
+    checkpoint = open_checkpoint(saved("deepseek-v3"))
+    planned = read_parameters(checkpoint.config, caches_latents=False)
+    config = dataclasses.replace(model_config({**checkpoint.config}), implementation="transformers")
+    layers = load_model(config, checkpoint).attention_layers().values()
+    assert len(layers) == planned.num_layers
+    assert {(each.num_kv_heads, each.head_size) for each in layers} == {(2, 40)}
+    assert (planned.num_kv_heads, planned.head_size) == (2, 40)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_real_weights_of_another_format() -> None:
+    """The default model, a GGUF file, gives the native family's tokens."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    found = []
+    for implementation in ("tokenmill", "transformers"):
+        settings: dict[str, Any] = {"model_impl": implementation, "skip_tokenizer_init": False}
+        with library_engine(default_model_path(), "float32", **settings) as llm:
+            (output,) = llm.generate("The capital of France is", params, use_tqdm=False)
+        found.append(output.outputs[0].token_ids)
+    assert found[0] == found[1]
 
 
 def test_inspect_says_whose_code_runs(tmp_path: Path) -> None:

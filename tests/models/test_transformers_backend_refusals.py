@@ -74,8 +74,12 @@ def test_only_decoders_of_text(name: str) -> None:
 
 def test_unknown_architectures() -> None:
     config = config_of("LlamaForCausalLM") | {"architectures": ["FrobForCausalLM"]}
-    with pytest.raises(ConfigError, match=r"has no class 'FrobForCausalLM'\. A newer version may"):
+    with pytest.raises(
+        ConfigError, match="has no class 'FrobForCausalLM', and there is no native family"
+    ):
         load(config)
+    with pytest.raises(ConfigError, match="Did you mean 'LlamaForCausalLM'"):
+        load(config | {"architectures": ["LamaForCausalLM"]})
     with pytest.raises(ConfigError, match="never runs code that comes with weights"):
         load(config | {"auto_map": {"AutoModelForCausalLM": "modeling.FrobForCausalLM"}})
 

@@ -15,11 +15,12 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.models.registry import INSTALL_TRANSFORMERS as INSTALL
+from tokenmill.models.registry import MODELS
 
 OLDEST = (5, 20)
 """The first version whose interfaces are those that are used here."""
-INSTALL = 'pip install "tokenmill[transformers]"'
 HEADS = ("ForCausalLM", "LMHeadModel")
 _HEADLESS = ("TextForSequenceClassification", "ForSequenceClassification", "TextModel", "Model")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "full"}
@@ -118,7 +119,10 @@ def _unknown(architecture: str, hf_config: Mapping[str, Any], version: str) -> C
             f"{known}; its code is in the model's own repository (auto_map), and tokenmill never"
             f" runs code that comes with weights."
         )
-    return ConfigError(f"{known}. A newer version may: {INSTALL}.")
+    return ConfigError(
+        f"{known}, and there is no native family.{did_you_mean(architecture, MODELS)} A newer"
+        f" version of transformers may have it: {INSTALL}."
+    )
 
 
 def _check_kind(model: LibraryModel) -> None:
