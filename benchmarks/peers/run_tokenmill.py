@@ -1,14 +1,19 @@
-"""tokenmill: python run_tokenmill.py MODEL KV_DTYPE WORKLOADS REPEATS"""
+"""tokenmill: python run_tokenmill.py MODEL KV_DTYPE [SETTINGS] WORKLOADS REPEATS
+
+SETTINGS is a JSON object of more arguments of the engine.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 
 from workloads import chosen, measure, report
 
 
-def main(model: str, kv_cache_dtype: str, workloads: str, repeats: str) -> None:
+def main(model: str, kv_cache_dtype: str, *rest: str) -> None:
+    *settings, workloads, repeats = rest
     begin = time.perf_counter()
     import tokenmill
     from tokenmill import LLM, SamplingParams
@@ -19,6 +24,7 @@ def main(model: str, kv_cache_dtype: str, workloads: str, repeats: str) -> None:
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_memory_bytes=2 << 30,
         enable_prefix_caching=False,
+        **json.loads("".join(settings) or "{}"),
     ) as llm:
         start_seconds = time.perf_counter() - begin
 

@@ -46,6 +46,12 @@ QUICK = {
     "prompt": Workload(1, 256, 1),
 }
 """Only shows that everything runs."""
+LARGE = {
+    "one": Workload(1, 32, 33),
+    "sixteen": Workload(16, 32, 33),
+    "prompt": Workload(1, 1024, 1),
+}
+"""For a model of a billion parameters: decoding, nearly without prompts, and a prompt."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,8 @@ def _seconds(generate: Generate, prompts: Prompts, output_len: int) -> float:
 
 
 def chosen(name: str) -> dict[str, Workload]:
-    """`full` or `quick`."""
-    return {"full": FULL, "quick": QUICK}[name]
+    """`full`, `quick` or `large`."""
+    return {"full": FULL, "quick": QUICK, "large": LARGE}[name]
 
 
 def report(engine: str, start_seconds: float, found: dict[str, Figures]) -> None:
