@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenmill.config.memory import StepShape
+from tokenmill.config.memory import StepShape, layer_kv_bytes
 from tokenmill.config.parameters import ModelParameters
 from tokenmill.config.windows import layer_windows
 
@@ -122,6 +122,19 @@ class KVLayout:
         if window is None:
             return -(-self.step.max_model_len // self.block_size)
         return -(-(window - 1 + self.step.max_num_batched_tokens) // self.block_size) + 1
+
+
+def kv_layout(
+    hf_config: Mapping[str, Any],
+    parameters: ModelParameters,
+    implementation: str,
+    step: StepShape,
+    block_size: int,
+    kv_dtype: str,
+) -> KVLayout:
+    """Of the model of a config.json that runs on `implementation`'s code."""
+    windows = model_windows(hf_config, parameters, implementation)
+    return KVLayout(block_size, windows, layer_kv_bytes(parameters, kv_dtype), step)
 
 
 def model_windows(

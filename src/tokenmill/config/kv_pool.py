@@ -26,8 +26,8 @@ class PoolSize:
 def size_pool(
     args: EngineArgs,
     step: StepShape,
-    *,
     layout: KVLayout,
+    *,
     ledger: MemoryLedger,
     default_fraction: float,
 ) -> PoolSize:

@@ -34,10 +34,10 @@ from tokenmill.config.engine_config import (
     SamplingConfig,
     SchedulerConfig,
 )
-from tokenmill.config.kv_layout import KVLayout, model_windows
+from tokenmill.config.kv_layout import kv_layout
 from tokenmill.config.kv_pool import PoolSize, size_pool
 from tokenmill.config.machine import Machine
-from tokenmill.config.memory import StepShape, Weights, empty_ledger, layer_kv_bytes
+from tokenmill.config.memory import StepShape, Weights, empty_ledger
 from tokenmill.config.parameters import ModelParameters, at_least, one_of, read_parameters
 from tokenmill.config.pooling import resolve_pooling
 from tokenmill.config.quantization import choose_quantization
@@ -106,12 +106,7 @@ def resolve(
     pool = size_pool(
         args,
         step,
-        layout=KVLayout(
-            block_size,
-            model_windows(hf_config, parameters, implementation),
-            layer_kv_bytes(parameters, kv_dtype),
-            step,
-        ),
+        kv_layout(hf_config, parameters, implementation, step, block_size, kv_dtype),
         ledger=empty_ledger(machine, weights, parameters, step, device),
         default_fraction=defaults.kv_cache_memory_fraction,
     )
