@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from tokenmill.config.resolve import apply_overrides, resolve
 from tokenmill.contracts.seams import GrammarManager, NoGrammars
 from tokenmill.core.build import build_scheduler
 from tokenmill.engine.client import InProcessClient
+from tokenmill.engine.collection import collection_postponed
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.generation_defaults import (
     default_sampling_params,
@@ -62,6 +64,7 @@ class FrontEnd:
     output_processor: OutputProcessor
 
 
+@collection_postponed()
 def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEngine:
     """Find the model, settle the settings, load the weights, wire the parts.
 
@@ -183,13 +186,16 @@ def _end_token_ids(
     )
 
 
+@collection_postponed()
 def build_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
     """The core of a settled config, in a process that has not opened the model yet."""
     checkpoint = _opener(args)(Path(config.model.path))
     # Only grammars need the tokenizer here: it is read when the first request has one.
-    return _build_core(
+    core = _build_core(
         config, checkpoint, on_progress, args, lambda: read_tokenizer(args, checkpoint)
     )
+    gc.freeze()  # the process is there for this; no step waits while its objects are looked through
+    return core
 
 
 def _build_core(
