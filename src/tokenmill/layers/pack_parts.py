@@ -72,9 +72,11 @@ def _fill(
 
 
 def _slab_rows(part: RawTensor) -> int:
-    """Rows that are packed at a time; all of them where rows are out of order in the file."""
+    """Rows that are packed at a time; all of them where a file has them out of order, or in panels
+    of its own.
+    """
     num_rows = max(part.shape[0], 1)
-    if part.head_permutation is not None:
+    if part.head_permutation is not None or part.format.startswith(PACKED_PREFIX):
         return num_rows
     row_bytes = max(part.data.numel() // num_rows, 1)
     return max(SLAB_BYTES // row_bytes // PANEL_COLUMNS * PANEL_COLUMNS, PANEL_COLUMNS)
@@ -95,7 +97,9 @@ def _release(part: RawTensor, start: int, stop: int) -> None:
 
 
 def _bytes_of(part: RawTensor, start: int, stop: int) -> tuple[int, int]:
-    row_bytes = part.data.numel() // max(part.shape[0], 1)
+    if stop - start == part.shape[0]:
+        return 0, part.data.numel()
+    row_bytes = part.data.numel() // part.shape[0]
     return start * row_bytes, stop * row_bytes
 
 
