@@ -1,9 +1,10 @@
 // Steps of decoding requests, as a Python class.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -125,7 +126,10 @@ class OwningDecodeStep {
     return drawn();
   }
 
-  double kernel_seconds() const { return step_.kernel_seconds(); }
+  std::tuple<double, double, double> kernel_seconds() const {
+    const KernelSeconds& seconds = step_.kernel_seconds();
+    return {seconds.layers, seconds.head, seconds.sampling};
+  }
 
  private:
   static std::vector<DecodeAttention> attention_of(const nb::list& entries) {

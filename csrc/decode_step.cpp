@@ -82,7 +82,7 @@ void DecodeStep::run_layers() {
   gather_.fill(rows_.data(), ones_.data(), num_computed_.data(),
                static_cast<std::int64_t>(rows_.size()));
   build_plans();
-  Timed timed(kernel_seconds_);
+  Timed timed(kernel_seconds_.layers);
   layers_.run(static_cast<int>(rows_.size()));
 }
 
@@ -129,8 +129,11 @@ void DecodeStep::draw_slab(std::int64_t begin, int count) {
                         positions_.data() + begin,
                         token_ids_.data() + begin,
                         is_valid_.data() + begin};
-  Timed timed(kernel_seconds_);
-  head_.run(count);
+  {
+    Timed timed(kernel_seconds_.head);
+    head_.run(count);
+  }
+  Timed timed(kernel_seconds_.sampling);
   sample(call);
 }
 

@@ -42,6 +42,11 @@ struct DecodeHead {
   int slab, vocab_size;
 };
 
+// Spent in kernels since the beginning.
+struct KernelSeconds {
+  double layers = 0.0, head = 0.0, sampling = 0.0;
+};
+
 class DecodeStep {
  public:
   DecodeStep(const StepGather& gather, Program& layers, Program& head,
@@ -62,8 +67,7 @@ class DecodeStep {
   // Places whose best logit is not finite; their tokens are arbitrary.
   std::vector<int> bad_places() const;
 
-  // Spent in kernels since the beginning.
-  double kernel_seconds() const { return kernel_seconds_; }
+  const KernelSeconds& kernel_seconds() const { return kernel_seconds_; }
 
  private:
   void run_layers();
@@ -78,7 +82,7 @@ class DecodeStep {
   const std::vector<DecodeAttention> attention_;
   const DecodeHead buffers_;
   const RowColumns columns_;
-  double kernel_seconds_ = 0.0;
+  KernelSeconds kernel_seconds_;
 
   // Of the step; [num_reqs].
   std::vector<std::int64_t> rows_, ones_, num_computed_, positions_, top_k_, token_ids_;

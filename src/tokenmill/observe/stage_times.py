@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,6 @@ class StageTimes:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._kernel_seconds = 0.0
-        self._kernel_clocks: list[Callable[[], float]] = []
         self._stages: dict[str, StageTime] = {}
         self._undo: list[Callable[[], None]] = []
 
@@ -53,14 +52,11 @@ class StageTimes:
 
         @functools.wraps(call)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            kernels, begin = self._in_kernels(), clock()
+            kernels, begin = self._kernel_seconds, clock()
             try:
                 return call(*args, **kwargs)
             finally:
-                time_of = self._stages.setdefault(stage, StageTime())
-                time_of.seconds += clock() - begin
-                time_of.kernel_seconds += self._in_kernels() - kernels
-                time_of.num_calls += 1
+                self._add(stage, clock() - begin, self._kernel_seconds - kernels)
 
         self._replace(owner, method, watched)
 
@@ -81,11 +77,31 @@ class StageTimes:
 
         self._replace(owner, method, watched)
 
-    def watch_kernel_clock(self, seconds: Callable[[], float]) -> None:
-        """Count as kernel time what `seconds` says was spent in kernels that it knows of, in all;
-        for calls that are kernels in part.
+    def watch_native(
+        self, owner: Any, method: str, rest: str, kernels: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Count the time of `owner.method`, whose kernels keep their own time, for several stages.
+
+        `kernels` gives seconds since some beginning by stage, all in kernels. What the call takes
+        beside them counts for the stage `rest`.
         """
-        self._kernel_clocks.append(seconds)
+        call, clock = getattr(owner, method), self._clock
+
+        @functools.wraps(call)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before, begin = kernels(), clock()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                left = clock() - begin
+                for stage, seconds in kernels().items():
+                    mine = seconds - before[stage]
+                    left -= mine
+                    self._kernel_seconds += mine
+                    self._add(stage, mine, mine)
+                self._add(rest, left, 0.0)
+
+        self._replace(owner, method, watched)
 
     def take(self) -> dict[str, StageTime]:
         """Stages since the last call, in the order in which they first ended; a new count begins.
@@ -102,9 +118,11 @@ class StageTimes:
         while self._undo:
             self._undo.pop()()
 
-    def _in_kernels(self) -> float:
-        """Seconds so far."""
-        return self._kernel_seconds + sum(seconds() for seconds in self._kernel_clocks)
+    def _add(self, stage: str, seconds: float, kernel_seconds: float) -> None:
+        time_of = self._stages.setdefault(stage, StageTime())
+        time_of.seconds += seconds
+        time_of.kernel_seconds += kernel_seconds
+        time_of.num_calls += 1
 
     def _replace(self, owner: Any, name: str, watched: Callable[..., Any]) -> None:
         before = vars(owner).get(name, _MISSING)

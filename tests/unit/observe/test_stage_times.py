@@ -108,3 +108,28 @@ def test_afterwards_everything_is_as_before(engine):
 def test_an_unknown_method_is_an_error(engine):
     with StageTimes() as times, pytest.raises(AttributeError, match="backward"):
         times.watch(engine, "backward", "a")
+
+
+class NativeStep:
+    """A call of 13 s, of which 10 are its kernels': they keep their own time."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.seconds = {"forward": 100.0, "sample": 1.0}
+
+    def run(self):
+        self.clock.now += 13
+        self.seconds = {"forward": self.seconds["forward"] + 8, "sample": 3.0}
+
+
+def test_kernels_that_keep_their_own_time_are_told_apart():
+    clock = Clock()
+    native_step = NativeStep(clock)
+    with StageTimes(clock) as times:
+        times.watch_native(native_step, "run", "prepare", lambda: native_step.seconds)
+        times.watch(native_step, "run", "step")
+        native_step.run()
+        taken = times.take()
+    seconds = {name: (stage.seconds, stage.kernel_seconds) for name, stage in taken.items()}
+    assert seconds == {"forward": (8, 8), "sample": (2, 2), "prepare": (3, 0), "step": (13, 10)}
+    assert "run" not in vars(native_step)

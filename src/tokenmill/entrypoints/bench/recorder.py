@@ -40,8 +40,8 @@ RUNNER_STAGES = {
 }
 """Methods of the runner to the names of their stages."""
 
-DECODE_STAGES = {"run": "forward", "commit": "commit"}
-"""Of the native steps that only decode; the first is all from gathering inputs to sampling."""
+NATIVE_STAGES = ("forward", "logits", "sample")
+"""Of the kernels in the one call of a native step that only decodes; its rest is `prepare`."""
 
 NO_KERNELS = frozenset(
     (
@@ -176,9 +176,13 @@ def watch_stages(times: StageTimes, parts: EngineParts) -> None:
         times.watch(parts.runner, method, stage)
     steps = parts.runner._decode_steps
     if isinstance(steps, NativeDecodeSteps):
-        times.watch_kernel_clock(lambda: steps.kernel_seconds)
-        for method, stage in DECODE_STAGES.items():
-            times.watch(steps, method, stage)
+        times.watch_native(
+            steps,
+            "run",
+            "prepare",
+            lambda: dict(zip(NATIVE_STAGES, steps.kernel_seconds, strict=True)),
+        )
+        times.watch(steps, "commit", "commit")
     times.watch(parts.core.scheduler, "update_from_output", "settle")
     times.watch(parts.output_processor, "process_outputs", "output")
     if native.is_available():

@@ -69,9 +69,10 @@ class NativeDecodeSteps:
         self._held = forward, head  # whose memory the step works on
 
     @property
-    def kernel_seconds(self) -> float:
-        """Time in kernels since the beginning."""
-        return float(self._step.kernel_seconds)
+    def kernel_seconds(self) -> tuple[float, float, float]:
+        """In the kernels of the layers, of the head, and of sampling, since the beginning."""
+        seconds: tuple[float, float, float] = self._step.kernel_seconds
+        return seconds
 
     def run(self, plan: SchedulerOutput) -> bool:
         if plan.draft_token_ids or plan.structured_req_ids:
