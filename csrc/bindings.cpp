@@ -12,6 +12,7 @@ void bind_elementwise(nb::module_& module);
 void bind_experts(nb::module_& module);
 void bind_program(nb::module_& module);
 void bind_sampling(nb::module_& module);
+void bind_state_space(nb::module_& module);
 void bind_step_gather(nb::module_& module);
 }  // namespace tokenmill
 
@@ -24,6 +25,7 @@ NB_MODULE(_native, module) {
   tokenmill::bind_experts(module);
   tokenmill::bind_program(module);
   tokenmill::bind_sampling(module);
+  tokenmill::bind_state_space(module);
   tokenmill::bind_step_gather(module);
   tokenmill::bind_decode_step(module);
 }

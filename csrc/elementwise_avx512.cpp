@@ -2,6 +2,7 @@
 #include "elementwise_kernels.h"
 #include "elementwise_math.h"
 #include "pool.h"
+#include "row_output.h"
 
 namespace tokenmill {
 namespace {
@@ -30,32 +31,6 @@ __m512 gated(const GateFunction& function, __m512 gate, __m512 up) {
   return _mm512_mul_ps(_mm512_add_ps(up, _mm512_set1_ps(1.0f)),
                        logistic_gate(gate, _mm512_mul_ps(_mm512_set1_ps(-function.alpha), gate)));
 }
-
-// A place for one row on its way out.
-class RowOutput {
- public:
-  RowOutput(const ActivationOutput& out, int size)
-      : out_(out),
-        scratch_(out.rows.data != nullptr
-                     ? nullptr
-                     : static_cast<float*>(thread_scratch(2, sizeof(float) * size))) {}
-
-  void store(int row, int at, __mmask16 mask, __m512 values) const {
-    if (scratch_ == nullptr) {
-      store_values(out_.rows.data, out_.rows.is_bf16, row * out_.rows.stride + at, mask, values);
-    } else {
-      _mm512_mask_storeu_ps(scratch_ + at, mask, values);
-    }
-  }
-  void finish(int row) const {
-    if (scratch_ != nullptr)
-      quantize_rows_avx512({scratch_, 0, false}, {row, row + 1}, out_.quantized);
-  }
-
- private:
-  const ActivationOutput& out_;
-  float* scratch_;
-};
 
 float sum_of(const __m512 (&sums)[4]) {
   return _mm512_reduce_add_ps(

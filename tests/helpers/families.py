@@ -279,7 +279,6 @@ FAMILIES = [
             "mamba_d_state": 16,
             "time_step_limit": [0.0, 1.5],
         },
-        is_recorded=False,
         runs_on_gpu=False,
     ),
 ]

@@ -130,7 +130,7 @@ class PagedRun:
         # States have the blocks of the same table: each of these has a state behind its tokens.
         for name, mixer in state_layers(model).items():
             mixer.bind(StateCache.empty(num_blocks, mixer.state_spec))
-            self._builders[name] = mixer.metadata_builder(block_size)
+            self._builders[name] = mixer.metadata_builder(block_size, num_blocks)
 
     def step(self, batch: Sequence[Chunk]) -> list[torch.Tensor]:
         """Compute one flat batch; hidden states [len(chunk), hidden_size] of each chunk."""

@@ -17,7 +17,7 @@ def random_weights(shape: StateSpaceShape, generator: torch.Generator) -> StateS
         return torch.randn(*size, generator=generator)
 
     return StateSpaceWeights(
-        conv_weight=draw(shape.num_channels, shape.kernel_size),
+        conv_weight=draw(shape.kernel_size, shape.num_channels),
         conv_bias=draw(shape.num_channels),
         a=-torch.exp(draw(shape.num_heads)),
         d=draw(shape.num_heads),
@@ -89,7 +89,7 @@ def exact_results(
     gate, inputs, dt = projected.double().split(shape.parts, dim=-1)
     padded = torch.cat([inputs.new_zeros(shape.kernel_size - 1, inputs.shape[1]), inputs])
     u = torch.nn.functional.conv1d(
-        padded.t()[None], w["conv_weight"][:, None], w["conv_bias"], groups=shape.num_channels
+        padded.t()[None], w["conv_weight"].t()[:, None], w["conv_bias"], groups=shape.num_channels
     )[0].t()
     u = torch.nn.functional.silu(u)
     shared = shape.num_groups * shape.state_size

@@ -9,10 +9,10 @@ import torch
 
 from helpers.paged import Cache, Chunk, attend, make_shape, random_sequences, reference, write
 from tokenmill import _native
+from tokenmill.kernels import native
 from tokenmill.kernels.paged_attention import PagedAttentionShape, unsupported_reasons, write_kv
 
-LEVELS = ["avx2", "avx512", "amx"]
-ISAS = LEVELS[: 1 + LEVELS.index(_native.detected_isa())]
+ISAS = native.isas()
 KV_DTYPES = ["bfloat16", "float32", "int8"]
 TOLERANCE = {"bfloat16": 2e-2, "int8": 2e-2, "float32": 2e-5}
 MIXED = [Chunk(0, 0, 1), Chunk(1, 0, 300), Chunk(2, 699, 700), Chunk(3, 40, 140), Chunk(4, 1, 33)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 import torch
 
 from helpers.states import BLOCK_SIZE, Sequences, exact_results, random_weights
-from tokenmill.kernels.state_space import NOTHING, StateCache, StateSpaceShape, StateStep
+from tokenmill import _native
+from tokenmill.kernels import native
+from tokenmill.kernels.fused import empty_quantized
+from tokenmill.kernels.gemm import quantize_rows
+from tokenmill.kernels.state_space import NOTHING, StateSpaceShape
+from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
 
 SHAPE = StateSpaceShape(
@@ -40,7 +46,6 @@ class Layer:
         self.shape = shape
         self.dtype = dtype
         self.weights = random_weights(shape, torch.Generator().manual_seed(1))
-        self.builder = kernels.state_builder(BLOCK_SIZE)
 
     def sequences(self, lengths: list[int] = LENGTHS) -> Sequences:
         return Sequences.random(self.shape, lengths, self.dtype)
@@ -49,10 +54,9 @@ class Layer:
         """A step without counting it as done: results of each sequence."""
         projected = sequences.inputs(counts)
         out = torch.full((len(projected), self.shape.num_inner), torch.nan, dtype=self.dtype)
-        metadata = self.builder.build(sequences.common(counts))
-        self.kernels.state_space(
-            self.shape, self.weights, sequences.cache, metadata, projected, out
-        )
+        builder = self.kernels.state_builder(BLOCK_SIZE, len(sequences.cache.values))
+        states = self.kernels.state_space(self.shape, self.weights, sequences.cache)
+        states.run(builder.build(sequences.common(counts)), projected, out)
         return list(out.split(counts))
 
     def run(self, sequences: Sequences, chunks: list[list[int]]) -> list[torch.Tensor]:
@@ -76,9 +80,27 @@ def random_chunks(lengths: list[int], seed: int) -> list[list[int]]:
     return chunks
 
 
+OWN = ("portable", "neon", "avx2", "avx512")
+"""Instruction sets with kernels of their own here."""
+LEVELS = ["torch", *(isa for isa in native.isas() if isa in OWN)]
+
+
+@pytest.fixture(params=LEVELS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """torch's, and the native ones of each instruction set."""
+    if request.param == "torch":
+        yield PlainKernels()
+        return
+    before, threads = _native.active_isa(), _native.num_threads()
+    _native.set_active_isa(request.param)
+    yield NativeKernels()
+    _native.set_active_isa(before)
+    _native.set_num_threads(threads)
+
+
 @pytest.fixture(params=SHAPES)
-def layer(request: pytest.FixtureRequest) -> Layer:
-    return Layer(PlainKernels(), SHAPES[request.param], torch.float32)
+def layer(request: pytest.FixtureRequest, kernels: Any) -> Layer:
+    return Layer(kernels, SHAPES[request.param], torch.float32)
 
 
 def test_results_are_those_of_the_definition(layer: Layer) -> None:
@@ -114,8 +136,8 @@ def test_a_step_may_be_run_again(layer: Layer) -> None:
         done = [a + b for a, b in zip(done, counts, strict=True)]
 
 
-def test_a_sequence_goes_on_from_another_ones_whole_blocks() -> None:
-    layer = Layer(PlainKernels(), SHAPE, torch.float32)
+def test_a_sequence_goes_on_from_another_ones_whole_blocks(kernels: Any) -> None:
+    layer = Layer(kernels, SHAPE, torch.float32)
     sequences = layer.sequences([40, 40])
     sequences.projected[1][:24] = sequences.projected[0][:24]
     expected = layer.run(layer_with(sequences, layer), [[40, 40]])[1]
@@ -136,8 +158,8 @@ def layer_with(sequences: Sequences, layer: Layer) -> Sequences:
     return fresh
 
 
-def test_the_null_block_keeps_nothing() -> None:
-    layer = Layer(PlainKernels(), SHAPE, torch.float32)
+def test_the_null_block_keeps_nothing(kernels: Any) -> None:
+    layer = Layer(kernels, SHAPE, torch.float32)
     sequences = layer.sequences([40])
     whole = layer.run(layer_with(sequences, layer), [[40]])
     sequences.block_table[0, :3] = 0  # a chunk has blocks at its end only
@@ -147,9 +169,9 @@ def test_the_null_block_keeps_nothing() -> None:
     assert sequences.cache.values[0].isnan().all()
 
 
-def test_blocks_that_are_used_again() -> None:
+def test_blocks_that_are_used_again(kernels: Any) -> None:
     """What another sequence left in a block is not taken for this one's state."""
-    layer = Layer(PlainKernels(), SHAPE, torch.float32)
+    layer = Layer(kernels, SHAPE, torch.float32)
     sequences = layer.sequences([20])
     whole = layer.run(layer_with(sequences, layer), [[20]])
     for count in range(8, 20):  # states behind as many tokens, in the same block
@@ -158,8 +180,58 @@ def test_blocks_that_are_used_again() -> None:
     assert torch.equal(found[0], whole[0])
 
 
-def test_a_state_that_is_not_there_is_no_silent_zero() -> None:
-    cache = StateCache.empty(3, SHAPE.spec)
-    step = StateStep(slice(0, 1), 5, 1, ((1, 1),))
-    with pytest.raises(AssertionError, match="its block has states behind"):
-        cache.read(step)
+def test_a_state_that_is_not_there_is_no_silent_zero(kernels: Any) -> None:
+    layer = Layer(kernels, SHAPE, torch.float32)
+    sequences = layer.sequences([20])
+    sequences.num_computed = [5]
+    with pytest.raises((AssertionError, RuntimeError), match="behind"):
+        layer.compute(sequences, [1])
+
+
+def test_results_are_those_of_torch(kernels: Any) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+        for shape in SHAPES.values():
+            chunks = random_chunks(LENGTHS, 3)
+            both = [Layer(each, shape, dtype) for each in (PlainKernels(), kernels)]
+            expected, found = (layer.run(layer.sequences(), chunks) for layer in both)
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+def test_the_same_bits_with_any_number_of_threads(kernels: Any) -> None:
+    layer = Layer(kernels, replace(SHAPE, num_heads=8, state_size=33), torch.bfloat16)
+    whole = layer.run(layer.sequences(), [LENGTHS])
+    if isinstance(kernels, PlainKernels):
+        return
+    for num_threads in (1, 2, 5):
+        _native.set_num_threads(num_threads)
+        found = layer.run(layer.sequences(), random_chunks(LENGTHS, num_threads))
+        assert all(map(torch.equal, found, whole))
+
+
+def test_results_can_be_quantised_on_the_way_out(kernels: Any) -> None:
+    if isinstance(kernels, PlainKernels):
+        return
+    layer = Layer(kernels, SHAPE, torch.float32)
+    sequences, codes = layer.sequences(), empty_quantized(sum(LENGTHS), SHAPE.num_inner)
+    plain = torch.cat(layer.compute(sequences, LENGTHS))
+    builder = kernels.state_builder(BLOCK_SIZE, len(sequences.cache.values))
+    states = kernels.state_space(SHAPE, layer.weights, sequences.cache)
+    states.run(builder.build(sequences.common(LENGTHS)), sequences.inputs(LENGTHS), codes)
+    assert torch.equal(codes.codes, quantize_rows(plain).codes)
+    assert torch.equal(codes.scales, quantize_rows(plain).scales)
+
+
+def test_tables_that_contradict_each_other_are_refused(kernels: Any) -> None:
+    if isinstance(kernels, PlainKernels):
+        return
+    sequences = Layer(kernels, SHAPE, torch.float32).sequences([20])
+    common = sequences.common([20])
+    for changes, words in (
+        ({"seq_lens": torch.tensor([19]).int()}, "at least the query lengths"),
+        ({"seq_lens": torch.tensor([60]).int()}, "too few columns"),
+        ({"block_table": sequences.block_table + 9}, "a block that is not there"),
+        ({"query_start_loc": torch.tensor([1, 20]).int()}, "begin with 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            kernels.state_builder(BLOCK_SIZE, 4).build(replace(common, **changes))

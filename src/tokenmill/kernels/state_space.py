@@ -87,7 +87,7 @@ class StateSpaceWeights:
     """Parameters of a layer, float32."""
 
     conv_weight: torch.Tensor
-    """[num_channels, kernel_size], the oldest input first"""
+    """[kernel_size, num_channels], the oldest input first"""
     conv_bias: torch.Tensor
     """[num_channels]"""
     a: torch.Tensor
@@ -212,7 +212,7 @@ def _convolved(
     num_tokens = len(window) - shape.kernel_size + 1
     total = weights.conv_bias.expand(num_tokens, -1)
     for at in range(shape.kernel_size):
-        total = total + window[at : at + num_tokens] * weights.conv_weight[:, at]
+        total = total + window[at : at + num_tokens] * weights.conv_weight[at]
     u = activation(total, "silu")
     shared = shape.num_groups * shape.state_size
     x, b, c = torch.split(u, [shape.num_inner, shared, shared], dim=-1)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from tokenmill.attention.backend import AttentionMetadata, AttentionMetadataBuilder
+from tokenmill.attention.backend import AttentionMetadataBuilder
 from tokenmill.errors import ConfigError
 from tokenmill.kernels import native
 from tokenmill.kernels.activation import Gate
@@ -18,6 +18,7 @@ from tokenmill.layers.experts import ExpertShape, ExpertsMethod
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
+from tokenmill.layers.state_steps import StateSpace
 from tokenmill.quantization.packed_blocks import Quantization
 
 NATIVE_DTYPES = ("bfloat16", "float32")
@@ -124,22 +125,14 @@ class LayerKernels(Protocol):
         """
         ...
 
-    def state_builder(self, block_size: int) -> AttentionMetadataBuilder:
+    def state_builder(self, block_size: int, num_blocks: int) -> AttentionMetadataBuilder:
         """What prepares a step for `state_space`."""
         ...
 
     def state_space(
-        self,
-        shape: StateSpaceShape,
-        weights: StateSpaceWeights,
-        cache: StateCache,
-        metadata: AttentionMetadata,
-        projected: torch.Tensor,
-        out: Activations,
-    ) -> None:
-        """Put the results of a state-space layer into out [N, num_heads * head_size], and its
-        states into the cache; as `kernels/state_space.py` says.
-        """
+        self, shape: StateSpaceShape, weights: StateSpaceWeights, cache: StateCache
+    ) -> StateSpace:
+        """A state-space layer with its states, as `kernels/state_space.py` says."""
         ...
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 
-from tokenmill.attention.backend import AttentionMetadata, AttentionMetadataBuilder
+from tokenmill.attention.backend import AttentionMetadataBuilder
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor
 from tokenmill.kernels import arena, fused
 from tokenmill.kernels.activation import Gate
@@ -26,16 +26,12 @@ from tokenmill.kernels.gemm import (
     gemm_float32,
     quantize_rows,
 )
-from tokenmill.kernels.state_space import (
-    StateCache,
-    StateSpaceShape,
-    StateSpaceWeights,
-    state_space,
-)
+from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpaceWeights
 from tokenmill.layers.experts import ExpertShape, NativeExperts
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.pack_parts import PackedWeight, pack_parts
-from tokenmill.layers.state_steps import StateMetadata, StateMetadataBuilder
+from tokenmill.layers.packed_states import PackedStateBuilder, PackedStateSpace
+from tokenmill.layers.state_steps import StateSpace
 from tokenmill.layers.weights import WeightSlot
 from tokenmill.quantization.packed_blocks import Quantization
 
@@ -241,22 +237,13 @@ class NativeKernels:
             assert isinstance(method, PackedLinearMethod)
             method.project_into(x[:, part], None, out[:, part])
 
-    def state_builder(self, block_size: int) -> AttentionMetadataBuilder:
-        return StateMetadataBuilder(block_size)
+    def state_builder(self, block_size: int, num_blocks: int) -> AttentionMetadataBuilder:
+        return PackedStateBuilder(block_size, num_blocks)
 
     def state_space(
-        self,
-        shape: StateSpaceShape,
-        weights: StateSpaceWeights,
-        cache: StateCache,
-        metadata: AttentionMetadata,
-        projected: torch.Tensor,
-        out: Activations,
-    ) -> None:
-        assert isinstance(metadata, StateMetadata)
-        assert not isinstance(out, Float8Rows)
-        found = state_space(shape, weights, cache, metadata.steps, projected)
-        fused.add_residual(found, torch.empty_like(found), out, starts_stream=True)
+        self, shape: StateSpaceShape, weights: StateSpaceWeights, cache: StateCache
+    ) -> StateSpace:
+        return PackedStateSpace(shape, weights, cache)
 
 
 def _stream(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpac
 from tokenmill.layers.kernels import LayerKernels, require_torch_path
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.linear_method import Activations
+from tokenmill.layers.state_steps import StateSpace
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
 
 
@@ -48,7 +48,7 @@ class Mamba2Mixer(nn.Module):
             self.conv_bias.zero_()
         self.log_a, self.d, self.dt_bias = (_float32(shape.num_heads) for _ in range(3))
         self.norm_weight = _float32(shape.num_inner)
-        self._cache: StateCache | None = None
+        self._states: StateSpace | None = None
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield parameter_slot(f"{prefix}.conv1d.weight", self.conv_weight)
@@ -64,14 +64,21 @@ class Mamba2Mixer(nn.Module):
         """What this layer keeps of a sequence."""
         return self.shape.spec
 
-    def metadata_builder(self, block_size: int) -> AttentionMetadataBuilder:
-        """What prepares a step for layers like this one."""
-        return self.kernels.state_builder(block_size)
+    def metadata_builder(self, block_size: int, num_blocks: int) -> AttentionMetadataBuilder:
+        """What prepares a step for layers like this one, with so many blocks."""
+        return self.kernels.state_builder(block_size, num_blocks)
 
     def bind(self, cache: StateCache) -> None:
         """Attach this layer's blocks; its weights are loaded."""
-        self._cache = cache
-        assert self._weights is not None
+        weights = StateSpaceWeights(
+            conv_weight=self.conv_weight[:, 0].t().contiguous(),
+            conv_bias=self.conv_bias,
+            a=-torch.exp(self.log_a),
+            d=self.d,
+            dt_bias=self.dt_bias,
+            norm_weight=self.norm_weight,
+        )
+        self._states = self.kernels.state_space(self.shape, weights, cache)
 
     def empty_input(self, num_rows: int) -> Activations:
         """A place for this block's input, in the form in which it is read."""
@@ -79,25 +86,12 @@ class Mamba2Mixer(nn.Module):
 
     def forward(self, positions: torch.Tensor, x: Activations) -> torch.Tensor:
         """Map x [N, hidden_size] to the same shape; where tokens stand is in the metadata."""
-        if self._cache is None:
+        if self._states is None:
             raise RuntimeError(f"Layer {self.layer_name!r} has no blocks for states: call bind.")
-        metadata = get_attention_metadata(self.layer_name)
         projected = self.in_proj(x)
         out = self.out_proj.empty_input(len(projected))
-        self.kernels.state_space(self.shape, self._weights, self._cache, metadata, projected, out)
+        self._states.run(get_attention_metadata(self.layer_name), projected, out)
         return self.out_proj(out)  # type: ignore[no-any-return]
-
-    @functools.cached_property
-    def _weights(self) -> StateSpaceWeights:
-        """To be asked for when they are loaded."""
-        return StateSpaceWeights(
-            conv_weight=self.conv_weight[:, 0],
-            conv_bias=self.conv_bias,
-            a=-torch.exp(self.log_a),
-            d=self.d,
-            dt_bias=self.dt_bias,
-            norm_weight=self.norm_weight,
-        )
 
 
 def state_layers(model: object) -> Mapping[str, Mamba2Mixer]:

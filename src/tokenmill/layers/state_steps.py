@@ -1,11 +1,48 @@
-"""Which states a step reads and writes."""
+"""Which states a step reads and writes, and what computes a layer with them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from tokenmill.attention.backend import CommonAttentionMetadata
-from tokenmill.kernels.state_space import StateStep
+import torch
+
+from tokenmill.attention.backend import AttentionMetadata, CommonAttentionMetadata
+from tokenmill.kernels.state_space import (
+    StateCache,
+    StateSpaceShape,
+    StateSpaceWeights,
+    StateStep,
+    state_space,
+)
+from tokenmill.layers.linear_method import Activations
+
+
+class StateSpace(Protocol):
+    """One layer with its states, on some kernels."""
+
+    def run(self, metadata: AttentionMetadata, projected: torch.Tensor, out: Activations) -> None:
+        """Compute a step.
+
+        projected is [num_tokens, gates, inputs and dt], out [num_tokens, num_heads * head_size].
+        """
+        ...
+
+
+class TorchStateSpace:
+    """In torch."""
+
+    def __init__(
+        self, shape: StateSpaceShape, weights: StateSpaceWeights, cache: StateCache
+    ) -> None:
+        self._shape = shape
+        self._weights = weights
+        self._cache = cache
+
+    def run(self, metadata: AttentionMetadata, projected: torch.Tensor, out: Activations) -> None:
+        assert isinstance(metadata, StateMetadata)
+        assert isinstance(out, torch.Tensor)
+        out.copy_(state_space(self._shape, self._weights, self._cache, metadata.steps, projected))
 
 
 @dataclass(frozen=True, slots=True)

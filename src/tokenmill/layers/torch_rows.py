@@ -6,17 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenmill.attention.backend import AttentionMetadata, AttentionMetadataBuilder
+from tokenmill.attention.backend import AttentionMetadataBuilder
 from tokenmill.kernels.activation import Gate, activation
 from tokenmill.kernels.norm import layer_norm
-from tokenmill.kernels.state_space import (
-    StateCache,
-    StateSpaceShape,
-    StateSpaceWeights,
-    state_space,
-)
+from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpaceWeights
 from tokenmill.layers.linear_method import Activations, LinearMethod
-from tokenmill.layers.state_steps import StateMetadata, StateMetadataBuilder
+from tokenmill.layers.state_steps import StateMetadataBuilder, StateSpace, TorchStateSpace
 
 
 class TorchRows:
@@ -63,18 +58,10 @@ class TorchRows:
         for part, method in enumerate(methods):
             out[:, part] = method.project(x[:, part].contiguous(), None, out.dtype)
 
-    def state_builder(self, block_size: int) -> AttentionMetadataBuilder:
+    def state_builder(self, block_size: int, num_blocks: int) -> AttentionMetadataBuilder:
         return StateMetadataBuilder(block_size)
 
     def state_space(
-        self,
-        shape: StateSpaceShape,
-        weights: StateSpaceWeights,
-        cache: StateCache,
-        metadata: AttentionMetadata,
-        projected: torch.Tensor,
-        out: Activations,
-    ) -> None:
-        assert isinstance(metadata, StateMetadata)
-        assert isinstance(out, torch.Tensor)
-        out.copy_(state_space(shape, weights, cache, metadata.steps, projected))
+        self, shape: StateSpaceShape, weights: StateSpaceWeights, cache: StateCache
+    ) -> StateSpace:
+        return TorchStateSpace(shape, weights, cache)

@@ -69,7 +69,9 @@ def bind_states(model: CausalLM, cache: KVCacheConfig) -> list[AttentionGroup]:
         if isinstance(group.spec, StateSpec):
             for name in group.layer_names:
                 layers[name].bind(StateCache.empty(cache.num_state_blocks, group.spec))
-            builder = layers[group.layer_names[0]].metadata_builder(cache.block_size)
+            builder = layers[group.layer_names[0]].metadata_builder(
+                cache.block_size, cache.num_state_blocks
+            )
             groups.append(AttentionGroup(index, group.layer_names, builder))
     return groups
 
