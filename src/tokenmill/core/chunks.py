@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from tokenmill.config.engine_config import SchedulerConfig
 from tokenmill.contracts.kv_cache import KVCacheGroup
+from tokenmill.core.limits import max_chunk
 
 SLACK = 1.5
 """A step may take half as long again as one with the same tokens and no past."""
@@ -25,6 +26,8 @@ class ChunkSizes:
     def __init__(self, config: SchedulerConfig, groups: Sequence[KVCacheGroup]) -> None:
         self.budget = SLACK * config.max_num_batched_tokens
         """Work of one step."""
+        self.longest = max_chunk(config)
+        """Most tokens of one request."""
         self._cost_per_key = config.attention_cost
         self._layers = [
             (len(group.layer_names), group.spec.sliding_window or config.max_model_len)

@@ -31,7 +31,7 @@ from tokenmill.core.deadlines import Deadlines
 from tokenmill.core.decoding import decodes_in_place, got_its_token, settle_token
 from tokenmill.core.grammar import GrammarReady, cut_drafts, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
-from tokenmill.core.limits import check_groups, check_limits, max_chunk
+from tokenmill.core.limits import check_groups, check_limits
 from tokenmill.core.policy import get_policy
 from tokenmill.core.request import Request, RequestStatus
 from tokenmill.core.rows import RowAllocator
@@ -83,7 +83,6 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._num_speculative_tokens = num_speculative_tokens
         self._clock = clock
-        self._max_chunk = max_chunk(config)
         self._chunks = ChunkSizes(config, kv_cache_config.groups)
         # The last token of a sequence needs no slot: it is never computed.
         self._max_total_tokens = min(config.max_model_len, self.kv.num_usable_tokens + 1)
@@ -210,8 +209,7 @@ class Scheduler:
             return 0  # its drafts come with the sample in flight
         if request.holds_for_forced and request.num_output_placeholders:
             return 0  # tokens that need no step each are appended once it has settled
-        wanted = min(request.num_pending_tokens, self._max_chunk)
-        return step.fitting(request.num_computed_tokens, wanted)
+        return step.fitting(request.num_computed_tokens, request.num_pending_tokens)
 
     def _take_slots(self, request: Request, num_new_tokens: int, step: Step) -> bool:
         """Get slots, preempting others if need be; False if the request itself had to give way."""
@@ -253,7 +251,7 @@ class Scheduler:
         """
         start_grammar(request, self._grammars)
         computed = self.kv.get_computed_blocks(request)
-        wanted = min(request.num_tokens - computed.num_tokens, self._max_chunk)
+        wanted = request.num_tokens - computed.num_tokens
         num_new_tokens = step.fitting(computed.num_tokens, wanted)
         if num_new_tokens < wanted and not self.config.enable_chunked_prefill:
             return False

@@ -22,7 +22,7 @@ class Step:
 
     def fitting(self, num_computed_tokens: int, wanted: int) -> int:
         """How many of the `wanted` next tokens of a request the step still takes."""
-        most = min(wanted, self.token_budget)
+        most = min(wanted, self.chunks.longest, self.token_budget)
         if self.chunks.never_cut(most):
             return most
         counts = zip(self.requests, self.plan.num_scheduled_tokens, strict=True)
