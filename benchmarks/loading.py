@@ -6,12 +6,15 @@ A checkpoint of the shape of Llama 3.2 1B (bfloat16, random, 2.5 GB in shards) i
 DIRECTORY, or to a temporary one. Each measurement runs in a process of its own:
 
     read   every byte of the shards into small buffers, with as many threads as the kernels have
+    keep   the same into memory of the file's size, on huge pages, as packed weights have it
     load   from the opened checkpoint to packed weights, in bfloat16, int8 and int4
 
 `cold` drops the files from the page cache first (posix_fadvise; a hypervisor may still hold them),
 `warm` finds them there. The bars: a cold load takes at most 1.5 times as long as a cold read in the
 same run, and the process grows by at most 1.2 times the packed weights while it loads. Memory is
-the peak of resident pages, those of mapped files included.
+the peak of resident pages, those of mapped files included. `keep` tells what the memory itself
+costs: where a hypervisor hands out pages when they are first touched, that may be more than the
+disk.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def drop_from_cache(directory: Path) -> None:
         os.close(descriptor)
 
 
-def read_all(directory: Path, num_threads: int) -> float:
+def read_all(directory: Path, num_threads: int, *, keep: bool = False) -> float:
     """Seconds."""
     parts = [
         (path, begin)
@@ -56,9 +59,13 @@ def read_all(directory: Path, num_threads: int) -> float:
         for begin in range(0, path.stat().st_size, CHUNK)
     ]
 
+    kept = memory(len(parts) * CHUNK) if keep else None
+
     def read(number: int) -> None:
-        buffer = bytearray(CHUNK)
-        for path, begin in parts[number::num_threads]:
+        buffer = memoryview(bytearray(CHUNK))
+        for index, (path, begin) in list(enumerate(parts))[number::num_threads]:
+            if kept is not None:
+                buffer = kept[index * CHUNK : (index + 1) * CHUNK]
             with path.open("rb", buffering=0) as stream:
                 os.preadv(stream.fileno(), [buffer], begin)
 
@@ -66,6 +73,13 @@ def read_all(directory: Path, num_threads: int) -> float:
     with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(read, range(num_threads)))
     return time.perf_counter() - begin
+
+
+def memory(num_bytes: int) -> memoryview:
+    """On huge pages where the system allows them; not touched yet."""
+    from tokenmill.kernels.gemm import PackedBlocks
+
+    return PackedBlocks.empty_buffer(num_bytes).numpy().data
 
 
 def resident() -> tuple[int, int]:
@@ -121,11 +135,12 @@ def child(directory: Path, what: str, *, cold: bool) -> dict[str, Any]:
 
 
 def run_child(options: argparse.Namespace) -> None:
-    if options.child == "read":
+    if options.child in ("read", "keep"):
         if options.cold:
             drop_from_cache(options.directory)
-        seconds = read_all(options.directory, len(os.sched_getaffinity(0)))
-        print(json.dumps({"seconds": seconds}))
+        num_threads = len(os.sched_getaffinity(0))
+        keep = options.child == "keep"
+        print(json.dumps({"seconds": read_all(options.directory, num_threads, keep=keep)}))
     else:
         print(json.dumps(load(options.directory, options.child, cold=options.cold)))
 
@@ -135,8 +150,9 @@ def measure(directory: Path, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for cold in (True, False):
         child(directory, "read", cold=cold)
-        reads, loads = [], {name: [] for name in FORMATS}
+        reads, keeps, loads = [], [], {name: [] for name in FORMATS}
         for _ in range(rounds):
+            keeps.append(child(directory, "keep", cold=cold)["seconds"])
             for name in FORMATS:
                 reads.append(child(directory, "read", cold=cold)["seconds"])
                 loads[name].append(child(directory, name, cold=cold))
@@ -149,6 +165,7 @@ def measure(directory: Path, rounds: int) -> list[dict[str, Any]]:
                     "format": name,
                     "cache": "cold" if cold else "warm",
                     "read_seconds": median(reads),
+                    "keep_seconds": median(keeps),
                     "load_seconds": seconds,
                     "load_bytes_per_second": first["file"] / seconds,
                     "time_ratio": seconds / median(reads),
@@ -161,11 +178,12 @@ def measure(directory: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':12}{'read s':>8}{'load s':>8}{'GB/s':>7}{'ratio':>7}", end="")
+    print(f"{'':12}{'read s':>8}{'keep s':>8}{'load s':>8}{'GB/s':>7}{'ratio':>7}", end="")
     print(f"{'packed GB':>11}{'peak GB':>9}{'ratio':>7}")
     for row in rows:
         print(
-            f"{row['format']:5}{row['cache']:7}{row['read_seconds']:8.2f}{row['load_seconds']:8.2f}"
+            f"{row['format']:5}{row['cache']:7}{row['read_seconds']:8.2f}{row['keep_seconds']:8.2f}"
+            f"{row['load_seconds']:8.2f}"
             f"{row['load_bytes_per_second'] / 1e9:7.2f}{row['time_ratio']:7.2f}"
             f"{row['packed_bytes'] / 1e9:11.2f}{row['peak_bytes'] / 1e9:9.2f}"
             f"{row['memory_ratio']:7.2f}"
@@ -178,7 +196,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where the checkpoint is, or goes; kept")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--child", choices=["read", *FORMATS], help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=["read", "keep", *FORMATS], help=argparse.SUPPRESS)
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

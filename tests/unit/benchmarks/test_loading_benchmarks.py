@@ -58,6 +58,7 @@ def test_a_load_is_measured(directory, format_):
     assert found["weights"] <= found["file"] * max(bits, 8.5) / 16 * 1.01
     assert found["peak"] >= found["grown"]
     assert loading.read_all(directory, 2) > 0
+    assert loading.read_all(directory, 2, keep=True) > 0
 
 
 def test_the_table_of_loading_shows_ratios(capsys):
@@ -67,6 +68,7 @@ def test_the_table_of_loading_shows_ratios(capsys):
         "format": "bf16",
         "cache": "cold",
         "read_seconds": 2.0,
+        "keep_seconds": 2.5,
         "load_seconds": 3.0,
         "load_bytes_per_second": 8e8,
         "time_ratio": 1.5,
