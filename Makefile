@@ -19,7 +19,7 @@ SHARED := --numprocesses $(JOBS) --dist loadfile
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run test test-all lint check-amx bench peers peers-setup docs clean
+.PHONY: run test test-all lint check-amx check-aarch64 bench peers peers-setup docs clean
 
 run: $(VENV)/.installed
 	$(BIN)/tokenmill chat "$(PROMPT)"
@@ -43,6 +43,10 @@ check-amx: $(VENV)/.installed-dev
 	PYTHONPATH=$(EMULATED):$$($(BIN)/python -c "import sysconfig as s; print(s.get_path('purelib'))") \
 	  $$($(BIN)/python -c "import sys; print(sys._base_executable)") -m pytest $(SHARED) \
 	  tests/kernels tests/e2e/test_instruction_sets.py --ignore tests/kernels/gpu
+
+# The kernels for aarch64: built with a cross compiler and, if QEMU is there, tested under it.
+check-aarch64: $(VENV)/.installed-dev
+	PATH=$(abspath $(BIN)):$$PATH PYTHON=$(abspath $(BIN))/python scripts/check-aarch64.sh
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/offline.py

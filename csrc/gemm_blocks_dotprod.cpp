@@ -18,7 +18,7 @@ struct Products {
 
   template <Kind K, int Rows>
   static TOKENMILL_INLINE void multiply(const Operands<Rows>& x, const std::uint8_t* codes,
-                                        const std::int8_t* table, I32x4 (&sums)[Rows]) {
+                                        const CodeTable& table, I32x4 (&sums)[Rows]) {
     repeat<Rows>([&](auto r) TOKENMILL_INLINE_LAMBDA { sums[r.value] = I32x4{}; });
     for_quads<K>(codes, table, [&](auto q, I8x16 values) TOKENMILL_INLINE_LAMBDA {
       constexpr int kQuadNumber = decltype(q)::value;

@@ -28,7 +28,7 @@ struct Products {
 
   template <Kind K, int Rows>
   static TOKENMILL_INLINE void multiply(const Operands<Rows>& x, const std::uint8_t* codes,
-                                        const std::int8_t* table, I32x4 (&sums)[Rows]) {
+                                        const CodeTable& table, I32x4 (&sums)[Rows]) {
     constexpr int kPairs = Operands<Rows>::kPairs;
     I8x16 quads[kQuads];
     for_quads<K>(codes, table, [&](auto q, I8x16 values) TOKENMILL_INLINE_LAMBDA {

@@ -25,7 +25,7 @@ struct Products {
 
   template <Kind K, int Rows>
   static TOKENMILL_INLINE void multiply(const Operands<Rows>& x, const std::uint8_t* codes,
-                                        const std::int8_t* table, I32x4 (&sums)[Rows]) {
+                                        const CodeTable& table, I32x4 (&sums)[Rows]) {
     int16x8_t low[Rows], high[Rows];   // of 16 bits: columns 0 and 1, 2 and 3
     I32x4 wide_low[Rows], wide_high[Rows];
     for (int r = 0; r < Rows; ++r) wide_low[r] = wide_high[r] = I32x4{};
@@ -82,7 +82,7 @@ struct Products {
 
   template <Kind K, int Rows>
   static TOKENMILL_INLINE void multiply(const Operands<Rows>& x, const std::uint8_t* codes,
-                                        const std::int8_t* table, I32x4 (&sums)[Rows]) {
+                                        const CodeTable& table, I32x4 (&sums)[Rows]) {
     I32x4 low[Rows], high[Rows];  // two sums a column: of columns 0 and 1, 2 and 3
     repeat<Rows>([&](auto r) TOKENMILL_INLINE_LAMBDA { low[r.value] = high[r.value] = I32x4{}; });
     for_quads<K>(codes, table, [&](auto q, I8x16 values) TOKENMILL_INLINE_LAMBDA {

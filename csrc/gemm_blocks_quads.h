@@ -30,9 +30,50 @@ struct Format {
   static constexpr std::size_t kGroupBytes = BlockFormat{kBits, 0, kHasMinimum}.group_bytes();
 };
 
+// What 4-bit codes stand for, sixteen at a time.
+class CodeTable {
+ public:
+#if defined(__ARM_NEON)
+  explicit CodeTable(const std::int8_t* values) : values_(load_as<I8x16>(values)) {}
+
+  I8x16 operator()(U8x16 codes) const { return vqtbl1q_s8(values_, codes); }
+
+ private:
+  int8x16_t values_;
+#else
+  explicit CodeTable(const std::int8_t* values) {
+    for (int i = 0; i < 8; ++i) {
+      even_[i] = I8x16{} + values[2 * i];
+      change_[i] = I8x16{} + static_cast<std::int8_t>(values[2 * i] ^ values[2 * i + 1]);
+    }
+  }
+
+  // Bit by bit, the lowest one first: each halves the values that are left.
+  I8x16 operator()(U8x16 codes) const {
+    I8x16 left[8];
+    const I8x16 odd = has_bit(codes, 1);
+    for (int i = 0; i < 8; ++i) left[i] = even_[i] ^ (odd & change_[i]);
+    for (int count = 4, bit = 2; count > 0; count /= 2, bit *= 2) {
+      const I8x16 is_set = has_bit(codes, bit);
+      for (int i = 0; i < count; ++i)
+        left[i] = left[2 * i] ^ (is_set & (left[2 * i] ^ left[2 * i + 1]));
+    }
+    return left[0];
+  }
+
+ private:
+  static I8x16 has_bit(U8x16 codes, int bit) {
+    const U8x16 wanted = U8x16{} + static_cast<std::uint8_t>(bit);
+    return (codes & wanted) == wanted;
+  }
+
+  I8x16 even_[8], change_[8];  // of two neighbours the first, and where they differ
+#endif
+};
+
 struct Columns {
   const std::uint8_t* codes;  // of the panel's group
-  const std::int8_t* table;   // what 4-bit codes stand for; null: themselves
+  const CodeTable& table;     // for codes that have one
   int zero;
 };
 
@@ -89,11 +130,10 @@ template <class Products, class F>
 void multiply_panels(const QuantizedRows& x, Range rows, const BlockWeights& weights, Range panels,
                      const OutputRows& out) {
   const std::size_t panel_bytes = x.num_groups * F::kGroupBytes;
+  const CodeTable table(code_table(weights.format.codes));
   for (int p = panels.begin; p < panels.end; ++p) {
     const PanelOutputQuads target(out, weights.n, p);
-    const Columns columns{weights.data + p * panel_bytes,
-                          F::kKind == Kind::table4 ? code_table(weights.format.codes) : nullptr,
-                          weights.format.zero};
+    const Columns columns{weights.data + p * panel_bytes, table, weights.format.zero};
     for (int row = rows.begin; row < rows.end; row += Products::kMostRows)
       multiply_tile<Products, F>(min_of(rows.end - row, Products::kMostRows), x, row, columns,
                                  target);
@@ -120,32 +160,22 @@ void multiply_blocks(const QuantizedRows& x, Range rows, const BlockWeights& wei
 
 // ---- Codes in registers ------------------------------------------------------------------------
 
-// What 16 4-bit codes stand for.
-template <Kind K>
-TOKENMILL_INLINE I8x16 decoded(U8x16 codes, const std::int8_t* table) {
-  if constexpr (K != Kind::table4) return bits_as<I8x16>(codes);
-#if defined(__ARM_NEON)
-  return vqtbl1q_s8(vld1q_s8(table), codes);
-#else
-  I8x16 values;
-  for (int i = 0; i < 16; ++i) values[i] = table[codes[i]];
-  return values;
-#endif
-}
-
 // body(number of a quad, its codes of four columns) for each quad of a group.
 template <Kind K, class F>
-TOKENMILL_INLINE void for_quads(const std::uint8_t* codes, const std::int8_t* table,
+TOKENMILL_INLINE void for_quads(const std::uint8_t* codes, const CodeTable& table,
                                 const F& body) {
   if constexpr (K == Kind::signed8) {
     repeat<kQuads>([&](auto q) TOKENMILL_INLINE_LAMBDA {
       body(q, load_as<I8x16>(codes + q.value * kQuadBytes));
     });
   } else {
+    const auto decoded = [&](U8x16 values) TOKENMILL_INLINE_LAMBDA {
+      return K == Kind::table4 ? table(values) : bits_as<I8x16>(values);
+    };
     repeat<kQuads / 2>([&](auto q) TOKENMILL_INLINE_LAMBDA {
       const U8x16 both = load_as<U8x16>(codes + q.value * kQuadBytes);
-      body(q, decoded<K>(both & 0x0f, table));
-      body(Number<q.value + kQuads / 2>{}, decoded<K>(both >> 4, table));
+      body(q, decoded(both & 0x0f));
+      body(Number<q.value + kQuads / 2>{}, decoded(both >> 4));
     });
   }
 }

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from helpers import isas
 from tokenmill.kernels import native
 from tokenmill.kernels.bitmask import apply_bitmask, apply_bitmask_reference
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
 
 
-@pytest.fixture(params=native.isas(), autouse=True)
+@pytest.fixture(params=isas.OF_ROWS, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     module, before = native.module(), native.active_isa()
     module.set_active_isa(request.param)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from helpers import isas
 from helpers.paged import (
     Cache,
     Chunk,
@@ -32,7 +33,7 @@ from tokenmill.kernels.rotary import apply_rotary
 TOLERANCE = {"bfloat16": 2e-2, "int8": 2e-2, "float32": 2e-5}
 
 
-@pytest.fixture(params=native.isas(), autouse=True)
+@pytest.fixture(params=isas.OF_ATTENTION, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before, threads = _native.active_isa(), _native.num_threads()
     _native.set_active_isa(request.param)

@@ -12,7 +12,7 @@ import torch
 
 from helpers.blocks import random_blocks
 from tokenmill import _native
-from tokenmill.kernels import arena, fused
+from tokenmill.kernels import arena, fused, native
 from tokenmill.kernels.experts import (
     ClampedGate,
     ExpertGate,
@@ -36,13 +36,11 @@ from tokenmill.kernels.gemm import (
     quantize_rows,
 )
 
-LEVELS = ["avx2", "avx512", "amx"]
-ISAS = LEVELS[: ["reference", *LEVELS].index(_native.detected_isa())]
 FORMATS = ["bf16", "float32", "Q8_0", "Q4_1", "Q4_0", "Q5_1", "IQ4_NL", "MXFP4"]
 GATES: list[ExpertGate] = ["silu", "gelu_tanh", ClampedGate(1.7, 1.5)]
 
 
-@pytest.fixture(params=ISAS, autouse=True)
+@pytest.fixture(params=native.isas(), autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     before, threads = _native.active_isa(), _native.num_threads()
     _native.set_active_isa(request.param)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from helpers import isas
 from tokenmill import _native
-from tokenmill.kernels import native
 from tokenmill.kernels.fused import (
     activation,
     add_layer_norm,
@@ -33,11 +33,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 2e-6}
 
 
-ISAS = [isa for isa in native.isas() if isa in ("portable", "neon", "avx2", "avx512")]
-"""Instruction sets of this machine that have kernels of their own here."""
-
-
-@pytest.fixture(params=ISAS, autouse=True)
+@pytest.fixture(params=isas.OF_ROWS, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     before, threads = _native.active_isa(), _native.num_threads()
     _native.set_active_isa(request.param)

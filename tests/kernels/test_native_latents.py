@@ -7,19 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from helpers import isas
 from helpers.paged import Cache, Chunk, attend, make_shape, random_sequences, reference, write
 from tokenmill import _native
-from tokenmill.kernels import native
 from tokenmill.kernels.paged_attention import PagedAttentionShape, unsupported_reasons, write_kv
 
-ISAS = native.isas()
 KV_DTYPES = ["bfloat16", "float32", "int8"]
 TOLERANCE = {"bfloat16": 2e-2, "int8": 2e-2, "float32": 2e-5}
 MIXED = [Chunk(0, 0, 1), Chunk(1, 0, 300), Chunk(2, 699, 700), Chunk(3, 40, 140), Chunk(4, 1, 33)]
 MIXED_LENGTHS = [c.end for c in MIXED]
 
 
-@pytest.fixture(params=ISAS, autouse=True)
+@pytest.fixture(params=isas.OF_ATTENTION, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before, threads = _native.active_isa(), _native.num_threads()
     _native.set_active_isa(request.param)
