@@ -35,9 +35,9 @@ _ELEMENTWISE = (
 )
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv", "dot")
 _REFUSED = (
-    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "scaled_dot_product_attention", "roll"),
-    *("cumprod", "logcumsumexp", "fft", "rnn_tanh", "lstm", "gru", "batch_norm", "instance_norm"),
-    *("multi_head_attention_forward", "unfold", "avg_pool1d", "max_pool1d"),
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "avg_pool1d", "max_pool1d", "unfold"),
+    *("roll", "batch_norm", "instance_norm", "cumprod", "logcumsumexp", "lstm", "gru"),
+    *("scaled_dot_product_attention", "multi_head_attention_forward"),
 )
 _HOLDERS = (torch, torch.Tensor, functional, torch.special, torch._C._nn)
 
