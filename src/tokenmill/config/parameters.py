@@ -75,8 +75,8 @@ def read_parameters(config: Mapping[str, Any], *, caches_latents: bool = True) -
     )
 
 
-_WITH_STATES = {"BambaForCausalLM"}
-"""Architectures with state-space layers."""
+_WITH_STATES = ("Bamba",)
+"""What the names of architectures with state-space layers begin with."""
 
 
 def read_state_sizes(config: Mapping[str, Any]) -> StateSizes | None:
@@ -84,7 +84,8 @@ def read_state_sizes(config: Mapping[str, Any]) -> StateSizes | None:
 
     Raises `ConfigError` that names the key at fault.
     """
-    if not _WITH_STATES.intersection(config.get("architectures") or ()):
+    architectures = config.get("architectures") or [""]
+    if not str(architectures[0]).startswith(_WITH_STATES):
         return None
     hidden_size = positive_int(config, "hidden_size")
     num_heads = positive_int(config, "mamba_n_heads")

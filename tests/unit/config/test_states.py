@@ -53,6 +53,8 @@ def test_sizes() -> None:
     assert (sizes.num_heads, sizes.head_size, sizes.num_channels) == (8, 16, 128 + 64)
     spec = StateSpec(sizes.num_channels, 3, 8, 16, 32)
     assert sizes.bytes_per_block == 3 * spec.bytes_per_block
+    body = read_parameters(CONFIG | {"architectures": ["BambaModel"]})
+    assert body.states == sizes
     llama = CONFIG | {"architectures": ["LlamaForCausalLM"]}
     assert read_parameters(llama).states is None
 
