@@ -136,7 +136,7 @@ def paths(threads: int | None) -> dict[str, Score]:
     """What is compared, by name."""
     bf16 = str(convert(MODEL, cache_directory() / "benchmarks" / f"{MODEL}-bfloat16"))
     return {
-        "q4_1": tokenmill_score(threads, model=MODEL),
+        "q4_1": tokenmill_score(threads, model=MODEL, kv_cache_dtype="bfloat16"),
         "q4_1, int8 KV": tokenmill_score(threads, model=MODEL, kv_cache_dtype="int8"),
         "bf16": tokenmill_score(threads, model=bf16),
         "bf16, int8 KV": tokenmill_score(threads, model=bf16, kv_cache_dtype="int8"),

@@ -31,9 +31,9 @@ MODEL = "smollm2-135m"
 ALLOCATORS = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",)
 
 OURS = {
-    "tokenmill Q4_1": (MODEL, "auto"),
+    "tokenmill Q4_1": (MODEL, "bfloat16"),
     "tokenmill Q4_1, int8 KV": (MODEL, "int8"),
-    "tokenmill bf16": ("bf16", "auto"),
+    "tokenmill bf16": ("bf16", "bfloat16"),
     "tokenmill bf16, int8 KV": ("bf16", "int8"),
 }
 OPENVINO = {

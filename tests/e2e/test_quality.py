@@ -46,7 +46,7 @@ def reference_surprises(output: RequestOutput) -> torch.Tensor:
     return -logprobs.gather(1, ids[1:, None])[:, 0].double()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
 def test_perplexity_of_the_default_path_is_that_of_float32(kv_cache_dtype: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     settings = {"device": "cpu", "kv_cache_dtype": kv_cache_dtype}

@@ -45,13 +45,14 @@ class EngineArgs:
     """On a GPU: the same bits however a request is batched, cut or resumed, at some cost in speed.
     On a CPU results are always so."""
     dtype: str = "auto"
-    """Type of activations and KV cache: auto, bfloat16, float16 or float32 (the reference)."""
+    """Type of activations: auto, bfloat16, float16 or float32 (the reference)."""
     quantization: str | None = None
     """Quantise matrices while they are loaded: int8 or int4 on a CPU, fp8 or int4 on a GPU (see
     docs/formats.md)."""
     kv_cache_dtype: str = "auto"
-    """Type of the KV cache: auto (as dtype), bfloat16, float16, float32, or int8 with a scale per
-    token and head, which is half of bfloat16 (only on a CPU, by the native kernels)."""
+    """Type of the KV cache: bfloat16, float16, float32, fp8 on a GPU, or int8 with a scale per
+    token and head on the native kernels of a CPU, both half of bfloat16; auto is int8 on a CPU for
+    Llama models with weights in 4 or 8 bits, and otherwise as dtype."""
     max_model_len: int | None = None
     """Most tokens of one request, prompt and output; -1 takes what fits the memory."""
     max_num_seqs: int | None = None

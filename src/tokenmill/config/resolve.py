@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from tokenmill.config.device import (
     DEFAULTS,
-    NATIVE_KERNELS,
     DeviceDefaults,
     choose_device,
     choose_exact,
@@ -22,7 +21,7 @@ from tokenmill.config.device import (
     flops_per_second,
     keeps_blocks,
 )
-from tokenmill.config.dtypes import FLOAT8, canonical_dtype, canonical_kv_dtype
+from tokenmill.config.dtypes import canonical_dtype
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import (
     LOGPROBS_MODES,
@@ -34,6 +33,7 @@ from tokenmill.config.engine_config import (
     SamplingConfig,
     SchedulerConfig,
 )
+from tokenmill.config.kv_cache_dtype import choose_kv_dtype
 from tokenmill.config.kv_layout import kv_layout
 from tokenmill.config.kv_pool import PoolSize, size_pool
 from tokenmill.config.machine import Machine
@@ -96,10 +96,10 @@ def resolve(
     num_threads = _num_threads(args, machine, choices)
     max_model_len = _max_model_len(args, parameters, choices)
     kernels = choose_kernels(device, dtype, machine)
-    kv_dtype = _kv_dtype(args, dtype, kernels)
     quantization = choose_quantization(args.quantization, device, dtype, kernels)
     blocks = keeps_blocks(kernels, dtype)
     weights = Weights(tensor_shapes, tensor_formats, dtype, blocks, quantization)
+    kv_dtype = _kv_dtype(args, weights, parameters, kernels, block_size, choices)
     flops = flops_per_second(kernels, num_threads)
     budget = _token_budget(args, weights, parameters, flops, defaults, choices)
     step = StepShape(_max_num_seqs(args, budget, defaults, choices), budget, max_model_len)
@@ -185,23 +185,16 @@ def _dtype(args: EngineArgs, device: str, choices: _Choices) -> str:
     )
 
 
-def _kv_dtype(args: EngineArgs, dtype: str, kernels: str) -> str:
-    if args.kv_cache_dtype == "auto":
-        return dtype
-    kv_dtype = canonical_kv_dtype(args.kv_cache_dtype)
-    if kv_dtype == dtype:
-        return kv_dtype
-    if kv_dtype == FLOAT8:
-        possible, where = kernels == "triton", "a GPU can do"
-    else:
-        possible = kernels in NATIVE_KERNELS
-        where = "the native kernels of a CPU can do, with dtype='bfloat16' or 'float32'"
-    if not possible:
-        raise ConfigError(
-            f"kv_cache_dtype={args.kv_cache_dtype!r} differs from dtype={dtype!r}, which only"
-            f" {where}; this engine runs on the {kernels} kernels. Use kv_cache_dtype='auto'."
-        )
-    return kv_dtype
+def _kv_dtype(
+    args: EngineArgs,
+    weights: Weights,
+    parameters: ModelParameters,
+    kernels: str,
+    block_size: int,
+    choices: _Choices,
+) -> str:
+    kv_dtype, why = choose_kv_dtype(args, weights, parameters, kernels, block_size)
+    return kv_dtype if why is None else choices.choose("kv_cache_dtype", kv_dtype, why)
 
 
 def _block_size(args: EngineArgs, defaults: DeviceDefaults, choices: _Choices) -> int:

@@ -61,6 +61,8 @@ class ModelReport:
     available_bytes: int
     dtype: str
     kernels: str
+    kv_dtype: str
+    """Of the KV cache."""
     needs: list[MemoryNeed]
 
 
@@ -88,7 +90,7 @@ def _report(args: EngineArgs, checkpoint: Checkpoint, machine: Machine) -> Model
         available_memory=_ENOUGH,
         accelerator=accelerator and replace(accelerator, available_memory=_ENOUGH),
     )
-    needs, weights, dtype, kernels, available = [], 0, "", "", 0
+    needs, weights, dtype, kernels, kv_dtype, available = [], 0, "", "", "", 0
     for context in _contexts(parameters.max_context):
         one = replace(args, max_num_seqs=1, max_model_len=context, num_kv_blocks=None)
         config = resolve(
@@ -101,6 +103,7 @@ def _report(args: EngineArgs, checkpoint: Checkpoint, machine: Machine) -> Model
             implementation=implementation or NATIVE,
         )
         dtype, kernels, weights = config.model.dtype, config.kernels, config.ledger.weights
+        kv_dtype = config.cache.dtype
         available = (
             machine.available_memory
             if config.device == "cpu" or accelerator is None
@@ -122,6 +125,7 @@ def _report(args: EngineArgs, checkpoint: Checkpoint, machine: Machine) -> Model
         available_bytes=available,
         dtype=dtype,
         kernels=kernels,
+        kv_dtype=kv_dtype,
         needs=needs,
     )
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 MODEL = Parameter(help="A directory, a GGUF file, an alias, owner/name at the hub.")
 REVISION = Parameter(help="Branch, tag or commit of a hub id.")
 LOAD_FORMAT = Parameter(help="dummy: a directory with a config.json is enough.")
-DTYPE = Parameter(help="Type of activations and KV cache: auto, bfloat16, float16 or float32.")
-KV_CACHE_DTYPE = Parameter(help="Type of the KV cache: auto (as dtype), or int8.")
+DTYPE = Parameter(help="Type of activations: auto, bfloat16, float16 or float32.")
+KV_CACHE_DTYPE = Parameter(help="Type of the KV cache: auto, bfloat16, float16, float32 or int8.")
 DEVICE = Parameter(help="auto, cuda or cpu.")
 JSON = Parameter(name="--json", negative=(), help="One JSON object.")
 
@@ -91,7 +91,8 @@ def lines(report: ModelReport) -> list[str]:
     ]
     return [
         *(f"{name:<14}{text}" for name, text in head),
-        f"one request, of the {format_bytes(report.available_bytes)} available here:",
+        f"one request, of the {format_bytes(report.available_bytes)} available here, with KV in"
+        f" {report.kv_dtype}:",
         f"  {'context':>12}{'KV cache':>14}{'in all':>14}",
         *table,
     ]

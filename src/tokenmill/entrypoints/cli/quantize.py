@@ -124,6 +124,7 @@ def _packed(
 def _quality(settings: dict[str, Any], out: Path | None, format_: str) -> str:
     from tokenmill.entrypoints.perplexity import perplexity
 
+    settings = {**settings, "kv_cache_dtype": "bfloat16"}  # only weights differ
     plain = perplexity(**settings)
     changed = (
         perplexity(**{**settings, "model": str(out), "revision": None})
