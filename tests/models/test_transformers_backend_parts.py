@@ -191,8 +191,11 @@ def test_faults_of_a_checkpoint_are_listed() -> None:
     with pytest.raises(CheckpointError, match=rf"{router} \(8, 100\) for \(8, 128\)"):
         load(tensors | {router: torch.zeros(8, 100)})
     expert = "model.layers.0.mlp.experts.3.up_proj.weight"
-    with pytest.raises(CheckpointError, match=r"experts.gate_up_proj"):
+    with pytest.raises(CheckpointError, match=rf"{expert} \(5, 128\) for \(160, 128\)"):
         load(tensors | {expert: torch.zeros(5, 128)})
+    without = {name: tensor for name, tensor in tensors.items() if name != expert}
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts\.gate_up_proj"):
+        load(without)
 
 
 @pytest.mark.parametrize("name", ["granitemoe", "gpt-neox", "opt"])
@@ -263,15 +266,16 @@ def test_inspect_says_whose_code_runs(tmp_path: Path) -> None:
     assert "its attention is not causal" in refused["why_not"]
 
 
-def test_weights_that_are_packed_beforehand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["phi", "olmoe"])
+def test_weights_that_are_packed_beforehand(name: str, tmp_path: Path) -> None:
     if not native.is_available():
         return  # nothing can be packed
     out = tmp_path / "packed"
-    result = run_cli("quantize", str(saved("phi")), str(out), "--format", "int8", "--quiet")
+    result = run_cli("quantize", str(saved(name)), str(out), "--format", "int8", "--quiet")
     assert result.exit_code == 0, result.stderr
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     found = []
-    for path, settings in ((out, {}), (saved("phi"), {"quantization": "int8"})):
+    for path, settings in ((out, {}), (saved(name), {"quantization": "int8"})):
         with library_engine(path, "bfloat16", model_impl="auto", **settings) as llm:
             (output,) = llm.generate([{"prompt_token_ids": prompt(40, 3)}], params, use_tqdm=False)
         found.append(output.outputs[0].token_ids)

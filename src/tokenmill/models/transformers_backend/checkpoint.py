@@ -87,6 +87,26 @@ class NamedCheckpoint:
             return self._source.file_ranges(self._renamed.get(name, name))
         return [part for old, _ in conversion.sources for part in self._source.file_ranges(old)]
 
+    def stacked(self, name: str, count: int) -> list[list[str]] | None:
+        """The tensors of the file that `name` stacks, if that is all that it does with `count` of
+        them: for each, its parts, one below the other. From now on they are read one by one.
+        """
+        conversion = self._converted.get(name)
+        if conversion is None or not _only_stacks(conversion.converter):
+            return None
+        by_pattern: dict[str, list[str]] = {}
+        for old, pattern in conversion.sources:
+            by_pattern.setdefault(pattern, []).append(old)
+        patterns = conversion.converter.source_patterns
+        if [len(by_pattern.get(pattern, ())) for pattern in patterns] != [count] * len(patterns):
+            return None
+        del self._converted[name], self.tensor_shapes[name], self.tensor_formats[name]
+        for old, _ in conversion.sources:
+            self.tensor_shapes[old] = tuple(self._source.tensor_shapes[old])
+            self.tensor_formats[old] = self._source.tensor_formats[old]
+        columns = (by_pattern[pattern] for pattern in patterns)
+        return [list(parts) for parts in zip(*columns, strict=True)]
+
     def close(self) -> None:
         self._source.close()
 
@@ -143,3 +163,10 @@ class NamedCheckpoint:
                 f" others: {error}."
             ) from error
         return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+
+
+def _only_stacks(converter: Any) -> bool:
+    """Whether it stacks matrices, or pairs of matrices that lie one below the other."""
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+    stack, join = ("MergeModulelist", 0), ("Concatenate", 1)
+    return steps in ([stack], [stack, join])

@@ -59,6 +59,15 @@ class ExpertMatrices:
         if self.bias is not None:
             yield parameter_slot(f"{name}_bias", self.bias)
 
+    def own_slots(self, names: Sequence[Sequence[str]]) -> Iterator[WeightSlot]:
+        """In place of the first of these: a slot for each expert's own tensors, of which several
+        lie one below the other. What is in blocks stays so.
+        """
+        for place, parts in zip(self.places, names, strict=True):
+            rows = self.shape[1] // len(parts)
+            for index, part in enumerate(parts):
+                yield place.slot(part, slice(index * rows, (index + 1) * rows))
+
     def _load(self, raw: RawTensor) -> None:
         for place, values in zip(self.places, plain_values(raw), strict=True):
             matrix = values.t() if self.is_transposed else values

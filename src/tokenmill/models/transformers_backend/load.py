@@ -18,7 +18,12 @@ from tokenmill.layers.weights import HasWeights, WeightSlot, empty_parameter, pa
 from tokenmill.models import loader
 from tokenmill.models.pooling import SCORE, add_head
 from tokenmill.models.transformers_backend.checkpoint import NamedCheckpoint
-from tokenmill.models.transformers_backend.experts import IMPLEMENTATION, pack_experts
+from tokenmill.models.transformers_backend.experts import (
+    IMPLEMENTATION,
+    PACKED,
+    PackedExperts,
+    pack_experts,
+)
 from tokenmill.models.transformers_backend.interface import register
 from tokenmill.models.transformers_backend.layers import ReadsWeight, Swapper, kind_of
 from tokenmill.models.transformers_backend.library import (
@@ -74,7 +79,7 @@ def load(
     built = _build(found, skeleton, dtype, model_config.max_model_len, kernels, is_tied=is_tied)
     slots = [
         slot
-        for slot in built.slots
+        for slot in _by_expert(built, named)
         if slot.name not in built.optional or slot.name in named.tensor_shapes
     ]
     if model_config.pooling is not None:
@@ -197,6 +202,24 @@ def _slots(skeleton: nn.Module) -> Iterator[WeightSlot]:
     for name, tensor in tensors.items():
         if not name.startswith(tuple(ours)):
             yield parameter_slot(name, tensor)
+
+
+def _by_expert(built: _Built, named: NamedCheckpoint) -> Iterator[WeightSlot]:
+    """The slots; those of all experts of a layer in parts, where the file has a tensor for each."""
+    matrices = {
+        f"{prefix.removesuffix(f'.{PACKED}')}.{name}": each
+        for prefix, module in built.model.library.named_modules()
+        if isinstance(module, PackedExperts)
+        for name, each in zip(module.names, module.matrices, strict=True)
+        if not each.is_transposed
+    }
+    for slot in built.slots:
+        each = matrices.get(slot.name)
+        own = None if each is None else named.stacked(slot.name, len(each.places))
+        if each is None or own is None:
+            yield slot
+        else:
+            yield from each.own_slots(own)
 
 
 def _check_rows(
