@@ -25,7 +25,7 @@ _PATH_LIKE = re.compile(
       | [A-Za-z]:[\\/] .*       # a drive
       | .* [/\\]                # ends as a directory does
       | [^:]* \.(gguf|safetensors)  # a file; of a hub's file the colon comes first
-      | .* \\ .* | .*/.*/ [^:]* # no hub id has so many parts
+      | .* \\ .* | [^:]*/[^:]*/ .* # no hub id has so many parts
     """,
     re.VERBOSE | re.IGNORECASE,
 )

@@ -24,6 +24,8 @@ FILES = {
 }
 
 
+PARTS = {f"q4/tiny-0000{number}-of-00002.gguf": bytes(number) for number in (1, 2)}
+"""Of `owner/parts`, beside a file that nobody asks for."""
 LARGE = random.Random(1).randbytes(12 << 20)
 """A file that later processes go on with."""
 STALL_AFTER = 5 << 20
@@ -51,6 +53,11 @@ class Hub(BaseHTTPRequestHandler):
         elif path.startswith("/api/models/owner/large"):
             is_tree = "/tree/" in path
             self.answer(json.dumps(self.large_tree() if is_tree else self.large_info()).encode())
+        elif path.startswith("/api/models/owner/parts"):
+            files = {**PARTS, "q8/tiny.gguf": b"other"}
+            self.answer(json.dumps(tree(files) if "/tree/" in path else info(files)).encode())
+        elif path.startswith("/owner/parts/resolve/"):
+            self.answer(PARTS["/".join(path.split("/")[-2:])])
         elif path.endswith("/config.json"):
             self.answer(b"{}")
         elif path.startswith("/owner/large/resolve/"):
@@ -124,6 +131,17 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+def info(files):
+    return {"id": "owner/parts", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+
+
+def tree(files):
+    return [
+        {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+        for name, data in files.items()
+    ]
+
+
 @contextmanager
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
@@ -176,6 +194,16 @@ def test_what_a_model_needs_is_fetched_and_pickles_are_not(tmp_path):
     assert {path.name for path in snapshot.iterdir()} == FILES.keys() - {"pytorch_model.bin"}
     assert "download: 3.0 MB" in done.stderr
     assert not [path for path in server.asked if path.endswith(".bin")]
+
+
+def test_all_parts_of_a_split_file_are_fetched(tmp_path):
+    with hub() as server:
+        done = get(server, tmp_path, "owner/parts:q4/tiny-00002-of-00002.gguf")
+    assert done.returncode == 0, done.stderr
+    snapshot = tmp_path / "hub/models--owner--parts/snapshots" / COMMIT
+    assert done.stdout == f"{snapshot}/q4/tiny-00002-of-00002.gguf\n"
+    found = {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf")}
+    assert found == PARTS.keys()
 
 
 def test_weights_go_on_where_a_killed_process_stopped(tmp_path):
