@@ -97,6 +97,10 @@ def test_kernel_time_is_part_of_the_stages(model):
         for name in ("schedule", "settle", "output"):
             assert by_name[name]["kernel_milliseconds"] == 0
             assert by_name[name]["milliseconds"] > 0
+    assert figures["host_milliseconds"].keys() == figures["profile"].keys()
+    for phase, host in figures["host_milliseconds"].items():
+        assert 0 < host < max(figures["phases"], key=lambda each: each["seconds"])["seconds"] * 1e3
+        assert phase in figures["profile"]
     for phase, kernels in figures["kernels"].items():
         assert phase in figures["profile"]
         assert sum(kernel["share"] for kernel in kernels) == pytest.approx(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tokenmill.engine.client import InProcessClient
 from tokenmill.entrypoints.bench.cost import RequestWork
@@ -103,15 +103,17 @@ class StepRecorder:
     """Steps an engine and keeps a record of each step, inside a `with` block.
 
     It is the core's journal, which tells it the plans; a profile is measured by `StageTimes`.
+    Without `stages` only the step and the time in its kernels are: two clocks, which cost little.
     """
 
-    def __init__(self, llm: LLM, *, profile: bool) -> None:
+    def __init__(self, llm: LLM, *, profile: bool, stages: bool = True) -> None:
         self.steps: list[StepRecord] = []
         self._engine = llm.llm_engine
         self._parts = EngineParts.of(llm)
-        self._profile = profile
+        self._profile, self._stages = profile, stages
         forward = self._parts.runner._forward_pass
-        self._replayed = forward if profile and isinstance(forward, RecordedForward) else None
+        timed = profile and stages and isinstance(forward, RecordedForward)
+        self._replayed = cast(RecordedForward, forward) if timed else None
         self._times = StageTimes()
         self._num_computed: dict[str, int] = {}
         self._under_way: dict[int, tuple[RequestWork, ...]] = {}
@@ -121,6 +123,8 @@ class StepRecorder:
         self._journal_before = self._parts.core.journal
         self._parts.core.journal = self
         if self._profile:
+            watch_step(self._times, self._parts)
+        if self._profile and self._stages:
             watch_stages(self._times, self._parts)
         if self._replayed is not None:
             self._replayed.time_kernels(True)
@@ -168,12 +172,9 @@ class StepRecorder:
         self._settled = plan, self._under_way.pop(plan.step_id)
 
 
-def watch_stages(times: StageTimes, parts: EngineParts) -> None:
-    """Measure the stages of a step; and of the native kernels, which they spend in kernels."""
+def watch_step(times: StageTimes, parts: EngineParts) -> None:
+    """Measure whole steps, and the kernels in them, where they are native."""
     times.watch(parts.core, "step", CORE_STEP)
-    times.watch(parts.core.scheduler, "schedule", "schedule")
-    for method, stage in RUNNER_STAGES.items():
-        times.watch(parts.runner, method, stage)
     steps = parts.runner._decode_steps
     if isinstance(steps, NativeDecodeSteps):
         times.watch_native(
@@ -182,11 +183,19 @@ def watch_stages(times: StageTimes, parts: EngineParts) -> None:
             "prepare",
             lambda: dict(zip(NATIVE_STAGES, steps.kernel_seconds, strict=True)),
         )
-        times.watch(steps, "commit", "commit")
-    times.watch(parts.core.scheduler, "update_from_output", "settle")
-    times.watch(parts.output_processor, "process_outputs", "output")
     if native.is_available():
         watch_native_kernels(times)
+
+
+def watch_stages(times: StageTimes, parts: EngineParts) -> None:
+    """Measure the stages of a step, too."""
+    times.watch(parts.core.scheduler, "schedule", "schedule")
+    for method, stage in RUNNER_STAGES.items():
+        times.watch(parts.runner, method, stage)
+    if isinstance(parts.runner._decode_steps, NativeDecodeSteps):
+        times.watch(parts.runner._decode_steps, "commit", "commit")
+    times.watch(parts.core.scheduler, "update_from_output", "settle")
+    times.watch(parts.output_processor, "process_outputs", "output")
 
 
 def watch_native_kernels(times: StageTimes) -> None:

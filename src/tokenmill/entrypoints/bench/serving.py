@@ -17,7 +17,7 @@ from tokenmill.entrypoints.bench.cost import EXPERTS, Cost, ModelCost, model_cos
 from tokenmill.entrypoints.bench.limits import Limits, Peak, limits_of
 from tokenmill.entrypoints.bench.options import LatencyOptions, ThroughputOptions
 from tokenmill.entrypoints.bench.profile import KernelShare, StageReport, kernels_of, profile_of
-from tokenmill.entrypoints.bench.recorder import EngineParts, StepRecord, StepRecorder
+from tokenmill.entrypoints.bench.recorder import CORE_STEP, EngineParts, StepRecord, StepRecorder
 from tokenmill.models.mixtral import expert_counts
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
@@ -86,6 +86,9 @@ class ServingReport:
     """By phase; empty if none was asked for."""
     kernels: dict[str, list[KernelShare]]
     """Likewise; empty as well where steps are not replayed by the native kernels."""
+    host_milliseconds: dict[str, float]
+    """By phase, of a step outside of its kernels, median of a run without the clocks of the
+    stages; empty without a profile, and where the kernels are not native."""
 
 
 def measure_latency(
@@ -139,13 +142,40 @@ def _measure(
         output_tokens_per_second=chosen.num_output_tokens / seconds,
         profile=_by_phase(runs, profile_of) if profile else {},
         kernels=_by_phase(runs, kernels_of) if profile else {},
+        host_milliseconds=_host_milliseconds(llm, count, options) if profile else {},
     )
 
 
+def _host_milliseconds(
+    llm: LLM, count: int, options: LatencyOptions | ThroughputOptions
+) -> dict[str, float]:
+    run = run_requests(
+        llm, count, options.input_len, options.output_len, profile=True, stages=False
+    )
+    in_step = {
+        phase: [step.stages[CORE_STEP] for step in steps]
+        for phase, steps in phases_of(run.steps).items()
+    }
+    return {
+        phase: 1e3 * median(each.seconds - each.kernel_seconds for each in times)
+        for phase, times in in_step.items()
+        if any(each.kernel_seconds for each in times)
+    }
+
+
 def run_requests(
-    llm: LLM, count: int, input_len: int, output_len: int, *, profile: bool = False
+    llm: LLM,
+    count: int,
+    input_len: int,
+    output_len: int,
+    *,
+    profile: bool = False,
+    stages: bool = True,
 ) -> Run:
-    """Queue `count` requests with random prompts, and step until all are done."""
+    """Queue `count` requests with random prompts, and step until all are done.
+
+    `stages` is whether a profile is of all stages, or of whole steps.
+    """
     engine = llm.llm_engine
     llm.reset_prefix_cache()
     params = SamplingParams(
@@ -157,7 +187,7 @@ def run_requests(
     prompts = random_prompts(count, input_len, engine.config.model.vocab_size)
     request_ids = [f"bench-{number}" for number in range(count)]
     num_output_tokens = 0
-    with StepRecorder(llm, profile=profile) as recorder:
+    with StepRecorder(llm, profile=profile, stages=stages) as recorder:
         begin = time.perf_counter()
         try:
             for request_id, prompt in zip(request_ids, prompts, strict=True):

@@ -28,6 +28,9 @@ def show_serving(console: Console, report: ServingReport) -> None:
         console.print(_limit_line(phase, report), style="dim")
     for name, stages in report.profile.items():
         console.print(_profile_table(name, stages))
+        if name in report.host_milliseconds:
+            host = report.host_milliseconds[name]
+            console.print(f"{name}: {host:.3f} ms of a step on the host, without these clocks")
         if name in report.kernels:
             console.print(_shares_table(name, report.kernels[name]))
 
