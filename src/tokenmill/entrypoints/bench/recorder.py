@@ -117,7 +117,8 @@ class StepRecorder:
         self._times = StageTimes()
         self._num_computed: dict[str, int] = {}
         self._under_way: dict[int, tuple[RequestWork, ...]] = {}
-        self._settled: tuple[SchedulerOutput, tuple[RequestWork, ...]] | None = None
+        self._begun: list[SchedulerOutput] = []
+        self._settled: SchedulerOutput | None = None
 
     def __enter__(self) -> StepRecorder:
         self._journal_before = self._parts.core.journal
@@ -141,12 +142,14 @@ class StepRecorder:
         begin = time.perf_counter()
         outputs = self._engine.step()
         seconds = time.perf_counter() - begin
+        for plan in self._begun:
+            self._under_way[plan.step_id] = self._work_of(plan)
+        self._begun.clear()
         if self._settled is not None:
-            plan, work = self._settled
-            self._settled = None
+            plan, self._settled = self._settled, None
             self.steps.append(
                 StepRecord(
-                    work,
+                    self._under_way.pop(plan.step_id),
                     sum(plan.is_sampled),
                     seconds,
                     stages=self._times.take(),
@@ -156,7 +159,15 @@ class StepRecorder:
         return outputs
 
     def begin(self, plan: SchedulerOutput) -> None:
-        """A plan is submitted: note what it computes."""
+        """A plan is submitted; what it computes is worked out when the clocks have stopped."""
+        self._begun.append(plan)
+
+    def end(self, plan: SchedulerOutput) -> None:
+        """Its step has settled."""
+        self._settled = plan
+
+    def _work_of(self, plan: SchedulerOutput) -> tuple[RequestWork, ...]:
+        """To be asked of the plans in their order."""
         for request in plan.scheduled_new_reqs:
             self._num_computed[request.req_id] = request.num_computed_tokens
         work = []
@@ -165,11 +176,7 @@ class StepRecorder:
         ):
             self._num_computed[req_id] += num_tokens
             work.append(RequestWork(num_tokens, self._num_computed[req_id], num_logits))
-        self._under_way[plan.step_id] = tuple(work)
-
-    def end(self, plan: SchedulerOutput) -> None:
-        """Its step has settled."""
-        self._settled = plan, self._under_way.pop(plan.step_id)
+        return tuple(work)
 
 
 def watch_step(times: StageTimes, parts: EngineParts) -> None:
