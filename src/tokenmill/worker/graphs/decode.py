@@ -153,6 +153,6 @@ def _attention_entry(group: AttentionGroup) -> tuple[Any, Any, int, int]:
     """Plan, shape, KV cache group and its number of blocks."""
     builder = group.builder
     if not isinstance(builder, CpuMetadataBuilder):
-        raise NotRecordableError("attention is not native")
+        raise NotRecordableError(f"a group of layers is planned by {type(builder).__name__}")
     plan, shape, num_blocks = builder.handles
     return plan, shape, group.kv_group, num_blocks
