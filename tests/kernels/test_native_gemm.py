@@ -130,6 +130,32 @@ def test_block_products_agree_between_instruction_sets(m) -> None:
         assert all(result == results[0] for result in results)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_block_products_round_each_group_once(isa) -> None:
+    """Sums a little above the middle between two floats, by less than float64 can tell: what is
+    rounded to float64 before goes to the even one.
+    """
+    _native.set_active_isa(isa)
+    wanted = range(259, 508, 2)  # of odd numbers, times 127 * 1026: 26 bits, the last ones 10
+    raw = torch.zeros(len(wanted), 2, 34, dtype=torch.uint8)
+    codes = raw[:, :, 2:].view(torch.int8)
+    raw[:, 0, :2] = torch.tensor([2.0**-24], dtype=torch.float16).view(torch.uint8)
+    codes[:, 0, 0] = 1
+    raw[:, 1, :2] = torch.tensor([1026 / 1024], dtype=torch.float16).view(torch.uint8)
+    for column, total in enumerate(wanted):
+        for i in range(4):
+            codes[column, 1, i] = (total + i) // 4
+    packed = gemm.PackedBlocks.pack("Q8_0", raw.flatten(), len(wanted), 64)
+    x = torch.zeros(3, 64)
+    x[:, 0] = 127 * 2.0**-26
+    x[:, 32:36] = 127
+    middle = torch.tensor([127 * total * 1026 / 1024 for total in wanted], dtype=torch.float64)
+    expected = torch.nextafter(middle, middle + 1).float()
+    assert bool((expected.double() > middle).all())
+    actual = gemm.gemm_blocks(gemm.quantize_rows(x), packed, out_dtype=torch.float32)
+    assert torch.equal(actual, expected.expand(3, -1))
+
+
 SPANS = [(0, 1), (7, 8), (100, 101), (3, 19), (20, 53), (0, 33), (64, 101)]
 SPANS += [(40, 40 + length) for length in range(2, 14)]
 """Rows of 101: alone, and as many as any tile of rows has."""
