@@ -14,12 +14,15 @@ DIRECTORY, or to a temporary one. Each measurement runs in a process of its own:
 same run, and the process grows by at most 1.2 times the packed weights while it loads. Memory is
 the peak of resident pages, those of mapped files included. `keep` tells what the memory itself
 costs: where a hypervisor hands out pages when they are first touched, that may be more than the
-disk.
+disk. `--small-pages` measures without huge pages, whose memory is handed out at once on such a
+machine; kernels read from them more slowly.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import functools
 import json
 import os
 import subprocess
@@ -125,16 +128,24 @@ def load(directory: Path, format_: str, *, cold: bool) -> dict[str, float]:
     }
 
 
-def child(directory: Path, what: str, *, cold: bool) -> dict[str, Any]:
+def child(directory: Path, what: str, *, cold: bool, small_pages: bool) -> dict[str, Any]:
     """Run one measurement in a process of its own."""
     command = [sys.executable, __file__, "--directory", str(directory), "--child", what]
-    done = subprocess.run(
-        [*command, *(["--cold"] if cold else [])], stdout=subprocess.PIPE, check=True, text=True
-    )
+    command += ["--cold"] if cold else []
+    command += ["--small-pages"] if small_pages else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def disable_huge_pages() -> None:
+    """In this process (PR_SET_THP_DISABLE of Linux)."""
+    if ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) != 0:
+        raise SystemExit("--small-pages: this system cannot turn huge pages off")
+
+
 def run_child(options: argparse.Namespace) -> None:
+    if options.small_pages:
+        disable_huge_pages()
     if options.child in ("read", "keep"):
         if options.cold:
             drop_from_cache(options.directory)
@@ -145,17 +156,18 @@ def run_child(options: argparse.Namespace) -> None:
         print(json.dumps(load(options.directory, options.child, cold=options.cold)))
 
 
-def measure(directory: Path, rounds: int) -> list[dict[str, Any]]:
+def measure(directory: Path, rounds: int, *, small_pages: bool) -> list[dict[str, Any]]:
     """A row for each format and state of the cache; reads and loads alternate."""
     rows = []
     for cold in (True, False):
-        child(directory, "read", cold=cold)
+        run = functools.partial(child, directory, cold=cold, small_pages=small_pages)
+        run("read")
         reads, keeps, loads = [], [], {name: [] for name in FORMATS}
         for _ in range(rounds):
-            keeps.append(child(directory, "keep", cold=cold)["seconds"])
+            keeps.append(run("keep")["seconds"])
             for name in FORMATS:
-                reads.append(child(directory, "read", cold=cold)["seconds"])
-                loads[name].append(child(directory, name, cold=cold))
+                reads.append(run("read")["seconds"])
+                loads[name].append(run(name))
         for name in FORMATS:
             seconds = median(each["seconds"] for each in loads[name])
             peak = max(each["peak"] for each in loads[name])
@@ -196,6 +208,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where the checkpoint is, or goes; kept")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--small-pages", action="store_true", help="turn huge pages off")
     parser.add_argument("--child", choices=["read", "keep", *FORMATS], help=argparse.SUPPRESS)
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -205,7 +218,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.directory or Path(temporary)
         write_checkpoint(directory)
-        rows = measure(directory, options.rounds)
+        rows = measure(directory, options.rounds, small_pages=options.small_pages)
     if options.json:
         print(json.dumps({"bars": {"time": TIME_BAR, "memory": MEMORY_BAR}, "rows": rows}))
     else:
