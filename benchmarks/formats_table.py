@@ -143,7 +143,7 @@ def score(file: Path, threads: int, **settings: Any) -> float:
         num_threads=threads,
         kv_cache_dtype="float32",
         kv_cache_memory_bytes=1 << 28,
-        max_model_len=2048,
+        max_model_len=1536,
         **settings,
     )
 
