@@ -7,7 +7,7 @@ import torch
 
 from helpers.blocks import random_blocks, whole_blocks
 from tokenmill import _native
-from tokenmill.kernels import gemm, native
+from tokenmill.kernels import arena, gemm, native
 
 ISAS = native.isas()
 """Instruction sets of this machine."""
@@ -274,6 +274,38 @@ def test_float32_is_packed_without_loss(n, k) -> None:
     weight, order = random_float32(n, k), torch.randperm(n, generator=generator(n))
     packed = gemm.PackedFloat32.pack(weight, order)
     assert torch.equal(packed.unpack_rows(order), weight[order][order])
+
+
+def test_rows_are_read_by_ids_of_either_width() -> None:
+    packed = [
+        gemm.PackedBf16.pack(random_bf16(40, 64)),
+        gemm.PackedFloat32.pack(random_float32(40, 64)),
+        gemm.PackedBlocks.pack("Q8_0", random_blocks("Q8_0", 40, 64)[0], 40, 64),
+    ]
+    ids = torch.tensor([39, 0, 7, 7])
+    for each in packed:
+        assert torch.equal(each.unpack_rows(ids.int()), each.unpack_rows(ids))
+        for wrong in (torch.tensor([40], dtype=torch.int32), torch.tensor([-1])):
+            with pytest.raises(ValueError, match=r"ids must be within \[0, 40\)"):
+                each.unpack_rows(wrong)
+        with pytest.raises(ValueError, match="ids must be int32 or int64"):
+            each.unpack_rows(ids.short())
+
+
+def test_recorded_rows_follow_the_ids_of_a_replay() -> None:
+    packed = gemm.PackedBf16.pack(random_bf16(40, 64))
+    ids, memory = torch.tensor([1, 2, 3], dtype=torch.int32), arena.Arena()
+    program = _native.Program(3)
+    with arena.allocate_from(memory):
+        program.begin()
+        rows = packed.unpack_rows(ids)
+        program.end()
+    ids[:2] = torch.tensor([30, 31])
+    program.replay(2)
+    assert torch.equal(rows[:2], packed.unpack_rows(torch.tensor([30, 31])))
+    ids[0] = 40
+    with pytest.raises(ValueError, match="ids must be within"):
+        program.replay(1)
 
 
 @pytest.mark.parametrize("isa", ISAS)
