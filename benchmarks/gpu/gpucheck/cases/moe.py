@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from gpucheck.cases.case import MANY_ROUNDED, ROUNDED, SAME, Case, Place, Result
+from gpucheck.cases.case import MANY_ROUNDED, ROUNDED, SAME, SUMMED, Case, Place, Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,33 @@ def cases(place: Place) -> Iterator[Case]:
     gate_up = place.randn(count, 2 * intermediate, hidden, scale=hidden**-0.5)
     down = place.randn(count, hidden, intermediate, scale=intermediate**-0.5)
     for num_tokens in place.pick([1, 16, 256, 4_096], [7]):
+        yield _route(place, layer, num_tokens)
         yield _align(place, layer, num_tokens)
         yield _grouped_matmul(place, layer, num_tokens, gate_up)
         yield _experts_mlp(place, layer, num_tokens, gate_up, down)
+
+
+def _route(place: Place, layer: Layer, num_tokens: int) -> Case:
+    from tokenmill.kernels.experts import Routing
+    from tokenmill.kernels.gpu.moe_routing import route
+
+    logits = place.randn(num_tokens, layer.num_experts, dtype=torch.float32)
+    weights = place.poisoned(num_tokens, layer.k, dtype=torch.float32)
+    chosen = place.poisoned(num_tokens, layer.k, dtype=torch.int32)
+    routing = Routing(layer.k, by_logistic=False, renormalize=True)
+
+    def results() -> Iterator[Result]:
+        values, ids = logits.topk(layer.k, dim=1)
+        yield chosen, ids.int(), SAME
+        yield weights, values.double().softmax(1), SUMMED
+
+    return Case(
+        "route",
+        f"{num_tokens} tokens, {layer.k} of {layer.num_experts} experts",
+        lambda i: route(logits, None, weights, chosen, routing),
+        results,
+        num_bytes=logits.nbytes + weights.nbytes + chosen.nbytes,
+    )
 
 
 def _align(place: Place, layer: Layer, num_tokens: int) -> Case:
