@@ -133,7 +133,7 @@ class ModelRunner:
         """Compute a step of that size that touches no request, to see what memory it takes."""
         tensors, attn_metadata = self._blank_step(shape)
         hidden_states = DirectForward(self._model).run(tensors, attn_metadata)
-        num_rows = min(self.limits.logits_slab, self.limits.max_num_seqs, len(hidden_states))
+        num_rows = min(self.limits.max_num_seqs, len(hidden_states))
         self._model.compute_logits(hidden_states[:num_rows])
 
     @property
@@ -245,20 +245,20 @@ class ModelRunner:
         """Logits after the tokens at `indices`, in slabs of at most `logits_slab` rows."""
         for begin in range(0, len(indices), self.limits.logits_slab):
             slab = indices[begin : begin + self.limits.logits_slab]
-            first, end = int(slab[0]), int(slab[-1]) + 1
-            if end - first == len(slab):  # rising: all of them, as where every request decodes
-                yield self._model.compute_logits(hidden_states[first:end])
-            else:
-                yield self._model.compute_logits(hidden_states[self._inputs.stage(slab)])
+            yield self._model.compute_logits(self._rows_at(hidden_states, slab))
+
+    def _rows_at(self, hidden_states: torch.Tensor, indices: IntArray) -> torch.Tensor:
+        """Hidden states of the tokens at `indices`, which rise; there is at least one."""
+        first, end = int(indices[0]), int(indices[-1]) + 1
+        if end - first == len(indices):  # all of them, as where every request decodes
+            return hidden_states[first:end]
+        return hidden_states[self._inputs.stage(indices)]
 
     def _compute_logits(self, hidden_states: torch.Tensor, indices: IntArray) -> torch.Tensor:
         """Logits after the tokens at `indices`, float32 [len(indices), vocab_size]."""
-        slabs = list(self._logits_slabs(hidden_states, indices))
-        if len(slabs) == 1:
-            return slabs[0]
-        if not slabs:
+        if not len(indices):
             return hidden_states.new_empty(0, self.limits.vocab_size, dtype=torch.float32)
-        return torch.cat(slabs)
+        return self._model.compute_logits(self._rows_at(hidden_states, indices))
 
     def _compute_prompt_logprobs(
         self, batch: InputBatch, hidden_states: torch.Tensor
