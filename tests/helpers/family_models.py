@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from helpers.families import COMMON, FAMILIES
+from helpers.families import COMMON, FAMILIES, Family
 
 VOCAB_SIZE = COMMON["vocab_size"]
 
@@ -30,6 +30,11 @@ def saved(name: str) -> Path:
 def reference(name: str) -> Any:
     """transformers' model with random weights everywhere, biases and norms included."""
     (family,) = (each for each in FAMILIES if each.name == name)
+    return random_model(family)
+
+
+def random_model(family: Family) -> Any:
+    """The same for a family that need not be in the list."""
     config = getattr(transformers, family.config_class)(
         **family.settings(), attn_implementation="eager"
     )

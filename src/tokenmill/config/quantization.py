@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from tokenmill.checkpoint.checkpoint import PACKED_PREFIX
 from tokenmill.config.device import NATIVE_KERNELS
 from tokenmill.errors import ConfigError, did_you_mean
 
@@ -9,11 +12,28 @@ GPU_QUANTIZATIONS = ("fp8", "int4")
 CPU_QUANTIZATIONS = ("int8", "int4")
 QUANTIZATIONS = ("fp8", "int8", "int4")
 
+_PACKED_IN = {PACKED_PREFIX + "Q4_1": "int4", PACKED_PREFIX + "Q8_0": "int8"}
+"""Format of a packed tensor -> what the others of its checkpoint become; the first one that is
+there, since int4 has matrices of eight bits, too.
+"""
 
-def choose_quantization(wanted: str | None, device: str, dtype: str, kernels: str) -> str | None:
-    """`wanted`, if matrices can have it there. Raises `ConfigError`."""
+
+def choose_quantization(
+    wanted: str | None,
+    device: str,
+    dtype: str,
+    kernels: str,
+    tensor_formats: Mapping[str, str],
+) -> str | None:
+    """`wanted`, if matrices can have it there. Raises `ConfigError`.
+
+    By default, what a packed checkpoint holds in plain types becomes what it was packed for: its
+    writer leaves to the layers what they change before they quantise it.
+    """
+    runs = dtype == "bfloat16" and (device == "cuda" or kernels in NATIVE_KERNELS)
     if wanted is None:
-        return None
+        formats = set(tensor_formats.values()) if runs and device == "cpu" else ()
+        return next((name for packed, name in _PACKED_IN.items() if packed in formats), None)
     if wanted not in QUANTIZATIONS:
         raise ConfigError(
             f"quantization={wanted!r} is not one of: {', '.join(QUANTIZATIONS)}."
@@ -21,10 +41,8 @@ def choose_quantization(wanted: str | None, device: str, dtype: str, kernels: st
         )
     if device == "cuda":
         possible, place = GPU_QUANTIZATIONS, "a GPU"
-        runs = dtype == "bfloat16"
     else:
         possible, place = CPU_QUANTIZATIONS, "a CPU"
-        runs = dtype == "bfloat16" and kernels in NATIVE_KERNELS
     if wanted not in possible:
         raise ConfigError(
             f"quantization={wanted!r} needs device={'cpu' if device == 'cuda' else 'cuda'!r}; this"

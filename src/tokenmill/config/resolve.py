@@ -96,7 +96,7 @@ def resolve(
     num_threads = _num_threads(args, machine, choices)
     max_model_len = _max_model_len(args, parameters, choices)
     kernels = choose_kernels(device, dtype, machine)
-    quantization = choose_quantization(args.quantization, device, dtype, kernels)
+    quantization = choose_quantization(args.quantization, device, dtype, kernels, tensor_formats)
     blocks = keeps_blocks(kernels, dtype)
     weights = Weights(tensor_shapes, tensor_formats, dtype, blocks, quantization)
     kv_dtype = _kv_dtype(args, weights, parameters, kernels, block_size, choices)

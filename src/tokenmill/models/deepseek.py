@@ -43,6 +43,7 @@ from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 from tokenmill.models.mixtral import expert_counts
 from tokenmill.quantization.dequantize import plain_values
+from tokenmill.quantization.packed_blocks import reorder_rows
 
 _LATENT_EPS = 1e-6
 """Of the norms of latents, whatever the config says of the others."""
@@ -66,10 +67,14 @@ class OrderedLinear(Linear):
 
     def _reordered(self, slot: WeightSlot) -> Any:
         def load(raw: RawTensor) -> None:
+            raw.need()
             if raw.format.startswith(PACKED_PREFIX):  # rows are not apart there
-                raw = plain_raw(plain_values(raw))
-            rows = raw.data.view(len(self.order), -1)[self.order]
-            slot.load(replace(raw, data=rows.reshape(-1)))
+                block_type = raw.format.removeprefix(PACKED_PREFIX)
+                data = reorder_rows(block_type, raw.data, raw.shape, self.order)
+            else:
+                data = raw.data.view(len(self.order), -1)[self.order].view(-1)
+            raw.release()
+            slot.load(replace(raw, data=data, pages=None))
 
         return load
 

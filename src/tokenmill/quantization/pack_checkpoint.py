@@ -39,8 +39,10 @@ _TRANSPOSED = ("GPT2LMHeadModel",)
 _ROUTERS = (".gate.weight", ".router.weight", ".shared_expert_gate.weight", ".wg.weight")
 _EIGHT_BITS = ("embed_tokens.weight", "lm_head.weight", *_ROUTERS)
 """Ends of the names of matrices that take eight bits in any format: vocabularies, and routers."""
-_KEPT = ("norm", "embed", "wte", "wpe")
-"""Parts of the names of weights that are no matrices of layers, such as tables of positions."""
+_KEPT = ("norm", "embed", "wte", "wpe", "kv_b_proj")
+"""Parts of the names of weights that are no matrices of layers, such as tables of positions, or
+that layers take apart and transpose: rounded twice they would have other bits, and more error.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,9 @@ def pack_checkpoint(
 ) -> Manifest:
     """Write the directory `out`, or replace the packed weights in it.
 
-    Matrices whose rows are a multiple of 32 values are quantised; the rest is copied. `order` names
-    tensors in the order in which layers join them, so that joined ones are neighbours in the file.
-    Memory holds one tensor at a time. If it fails, no new weights are left. Raises `ConfigError`
+    Matrices whose rows are a multiple of 32 values are quantised; the rest is copied, and matrices
+    among it become `format_` when they are loaded. `order` names tensors in the order in which
+    layers join them, so that joined ones are neighbours in the file. Memory holds one tensor at a time. If it fails, no new weights are left. Raises `ConfigError`
     and `CheckpointError` for a source that cannot be packed.
     """
     _check_source(checkpoint)

@@ -31,6 +31,31 @@ def packed_bytes(block_type: str, num_rows: int, num_columns: int) -> int:
     return -(-num_rows // PANEL_COLUMNS) * (num_columns // GROUP_SIZE) * group_bytes(block_type)
 
 
+def reorder_rows(
+    block_type: str, packed: torch.Tensor, shape: tuple[int, ...], order: torch.Tensor
+) -> torch.Tensor:
+    """A packed matrix whose row i is row `order[i]` of this one; codes and scales stay.
+
+    `packed` is uint8 [num_bytes] of a matrix [N, K] = shape, and `order` is int64 [N].
+    """
+    num_rows, num_columns = shape
+    groups = packed.view(-1, num_columns // GROUP_SIZE, group_bytes(block_type))
+    num_padded = len(groups) * PANEL_COLUMNS
+    padded = torch.cat((order, torch.arange(num_rows, num_padded)))
+    code_bytes = PANEL_COLUMNS * GROUP_SIZE * (8 if block_type == "Q8_0" else 4) // 8
+
+    def moved(x: torch.Tensor) -> torch.Tensor:  # [panels, groups, any, halves, 16, bytes]
+        rows = x.permute(0, 3, 4, 1, 2, 5)
+        in_order = rows.reshape(num_padded, -1)[padded].view(rows.shape)
+        return in_order.permute(0, 3, 4, 1, 2, 5)
+
+    outer = groups.shape[:2]
+    codes = groups[:, :, :code_bytes].reshape(*outer, 2, -1, _HALF, 4).transpose(2, 3)
+    scales = groups[:, :, code_bytes:].reshape(*outer, -1, 2, _HALF, 2)
+    found = moved(codes).transpose(2, 3).flatten(2), moved(scales).flatten(2)
+    return torch.cat(found, dim=2).view(-1)
+
+
 def unpack(block_type: str, packed: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Values, float32 [N, K] = shape, of a packed matrix, uint8 [num_bytes].
 
