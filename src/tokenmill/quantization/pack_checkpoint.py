@@ -71,8 +71,9 @@ def pack_checkpoint(
 
     Matrices whose rows are a multiple of 32 values are quantised; the rest is copied, and matrices
     among it become `format_` when they are loaded. `order` names tensors in the order in which
-    layers join them, so that joined ones are neighbours in the file. Memory holds one tensor at a time. If it fails, no new weights are left. Raises `ConfigError`
-    and `CheckpointError` for a source that cannot be packed.
+    layers join them, so that joined ones are neighbours in the file. Memory
+    holds one tensor at a time. If it fails, no new weights are left. Raises `ConfigError` and
+    `CheckpointError` for a source that cannot be packed.
     """
     _check_source(checkpoint)
     places = _places(checkpoint, format_, order)
