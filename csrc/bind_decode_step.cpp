@@ -94,9 +94,9 @@ class OwningDecodeStep {
  public:
   OwningDecodeStep(StepGather& gather, Program& layers, Program& head, const nb::list& attention,
                    const ReadTensor& hidden, const Tensor& head_input, const Tensor& logits,
-                   Columns& columns)
+                   Columns& columns, AdapterRows* adapters)
       : step_(gather, layers, head, attention_of(attention), head_of(hidden, head_input, logits),
-              columns.columns()),
+              columns.columns(), adapters),
         tensors_{head_input, logits}, hidden_(hidden), attention_(attention) {
     check(static_cast<std::int64_t>(columns.num_rows()) == gather.arrays().num_rows, "columns",
           "as long as the tables of the gather");
@@ -176,11 +176,12 @@ void bind_decode_step(nb::module_& module) {
            nb::arg("num_tokens"), nb::arg("num_computed_tokens"));
   nb::class_<OwningDecodeStep>(module, "DecodeStep")
       .def(nb::init<StepGather&, Program&, Program&, const nb::list&, const ReadTensor&,
-                    const Tensor&, const Tensor&, Columns&>(),
+                    const Tensor&, const Tensor&, Columns&, AdapterRows*>(),
            nb::kw_only(), nb::arg("gather"), nb::arg("layers"), nb::arg("head"),
            nb::arg("attention"), nb::arg("hidden"), nb::arg("head_input"), nb::arg("logits"),
-           nb::arg("columns"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-           nb::keep_alive<1, 4>(), nb::keep_alive<1, 9>())
+           nb::arg("columns"), nb::arg("adapters").none() = nb::none(), nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 9>(),
+           nb::keep_alive<1, 10>())
       .def("run", &OwningDecodeStep::run)
       .def("drawn", &OwningDecodeStep::drawn)
       .def("commit", &OwningDecodeStep::commit)

@@ -41,13 +41,14 @@ class Timed {
 
 DecodeStep::DecodeStep(const StepGather& gather, Program& layers, Program& head,
                        std::vector<DecodeAttention> attention, const DecodeHead& buffers,
-                       const RowColumns& columns)
+                       const RowColumns& columns, AdapterRows* adapters)
     : gather_(gather),
       layers_(layers),
       head_(head),
       attention_(std::move(attention)),
       buffers_(buffers),
-      columns_(columns) {
+      columns_(columns),
+      adapters_(adapters) {
   for (const DecodeAttention& each : attention_)
     require(each.group >= 0 && each.group < static_cast<int>(gather_.groups().size()),
             "attention must name a KV cache group of the gather");
@@ -81,6 +82,8 @@ void DecodeStep::run_layers() {
   }
   gather_.fill(rows_.data(), ones_.data(), num_computed_.data(),
                static_cast<std::int64_t>(rows_.size()));
+  if (adapters_ != nullptr)
+    adapters_->fill(rows_.data(), ones_.data(), static_cast<std::int64_t>(rows_.size()));
   build_plans();
   Timed timed(kernel_seconds_.layers);
   layers_.run(static_cast<int>(rows_.size()));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "lora.h"
 #include "program.h"
 #include "step_gather.h"
 
@@ -49,9 +50,10 @@ struct KernelSeconds {
 
 class DecodeStep {
  public:
+  // `adapters` is told the rows of each step; null where the layers have none.
   DecodeStep(const StepGather& gather, Program& layers, Program& head,
              std::vector<DecodeAttention> attention, const DecodeHead& buffers,
-             const RowColumns& columns);
+             const RowColumns& columns, AdapterRows* adapters);
 
   // Whether a step of these rows may be made here.
   bool takes(const std::vector<std::int64_t>& rows) const;
@@ -82,6 +84,7 @@ class DecodeStep {
   const std::vector<DecodeAttention> attention_;
   const DecodeHead buffers_;
   const RowColumns columns_;
+  AdapterRows* const adapters_;
   KernelSeconds kernel_seconds_;
 
   // Of the step; [num_reqs].
