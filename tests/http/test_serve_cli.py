@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -176,8 +177,6 @@ def test_serve_args_take_what_their_types_say():
 
 
 def test_a_port_in_use_is_found_before_a_model_is_loaded(environ):
-    import socket
-
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
@@ -185,6 +184,28 @@ def test_a_port_in_use_is_found_before_a_model_is_loaded(environ):
         result = run_cli("serve", "/no/such/model", "--port", str(port))
     assert result.exit_code == 2
     assert f"port={port}: Address already in use" in result.stderr
+
+
+def test_a_port_belongs_to_a_server_while_it_loads_its_model(environ):
+    with bind(ServeArgs(port=0)) as first:
+        port = first.socket.getsockname()[1]
+        result = run_cli("serve", "/no/such/model", "--port", str(port))
+        first.listen()
+    assert result.exit_code == 2
+    assert f"port={port}: Address already in use" in result.stderr
+
+
+def test_a_port_with_lingering_connections_is_taken_and_told_if_another_server_is_faster():
+    with bind(ServeArgs(port=0)) as before:
+        before.listen()
+        port = before.socket.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            before.socket.accept()[0].close()  # whoever closes first lingers
+            assert client.recv(1) == b""
+    with bind(ServeArgs(port=port)) as first, bind(ServeArgs(port=port)) as second:
+        second.listen()
+        with pytest.raises(ConfigError, match="Address already in use"):
+            first.listen()
 
 
 def test_a_chat_template_that_is_none_is_found_before_a_model_is_loaded(environ, tmp_path):

@@ -17,6 +17,10 @@ _OWNER_ONLY = 0o177
 """umask for a unix socket: nobody else may connect unless its owner changes the mode."""
 
 
+_BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Listener:
     """A bound socket that does not listen yet."""
@@ -24,6 +28,16 @@ class Listener:
     socket: socket.socket
     address: str
     """What to tell a client: a URL, or a path after `unix:`."""
+
+    def listen(self) -> None:
+        """Let clients connect. Raises `ConfigError` if another server was faster."""
+        if self.socket.family != socket.AF_UNIX:
+            # For the server after this one, which may bind while connections of this one linger.
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.socket.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {self.address}: {error.strerror}.") from error
 
 
 @contextlib.contextmanager
@@ -47,8 +61,7 @@ def _bind_port(host: str, port: int) -> socket.socket:
         )[0]
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
+            _bind_alone(sock, address)
         except OSError:
             sock.close()
             raise
@@ -59,6 +72,17 @@ def _bind_port(host: str, port: int) -> socket.socket:
             f" a free one."
         ) from error
     return sock
+
+
+def _bind_alone(sock: socket.socket, address: tuple[object, ...]) -> None:
+    """Bind so that nobody else can bind the address before we listen, if that is possible."""
+    try:
+        sock.bind(address)
+    except OSError:
+        # Connections of an earlier server may linger there (TIME_WAIT). They are no obstacle to a
+        # shared address, which another server that is starting may then share until one listens.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
 
 
 @contextlib.contextmanager

@@ -82,6 +82,7 @@ async def run_server(
 async def _serve(
     state: ServerState, listener: Listener, signals: _Signals, announce: Callable[[], None]
 ) -> int:
+    listener.listen()
     server = make_uvicorn(state)
     died = asyncio.Event()
     state.engine.on_death(died.set)
@@ -90,7 +91,7 @@ async def _serve(
     try:
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)
-        if serving.done():  # somebody else has begun to listen there meanwhile
+        if serving.done():
             raise ConfigError(f"cannot listen on {listener.address}: {serving.exception()}.")
         announce()
         notify("READY=1")
