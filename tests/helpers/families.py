@@ -186,6 +186,7 @@ FAMILIES = [
         "MixtralForCausalLM",
         "MixtralConfig",
         {"num_local_experts": 5, "num_experts_per_tok": 2},
+        gguf="llama",
     ),
     Family(
         "qwen3-moe",
@@ -200,6 +201,7 @@ FAMILIES = [
             "norm_topk_prob": True,
             "mlp_only_layers": [0],
         },
+        gguf="qwen3moe",
     ),
     Family(
         "gpt-oss",
@@ -224,6 +226,7 @@ FAMILIES = [
             },
         },
         runs_on_gpu=False,
+        gguf="gpt-oss",
     ),
     Family(
         "deepseek-v2",

@@ -92,6 +92,11 @@ class GGUFArchitecture:
     """GGUF name -> Hugging Face name of tensors outside the layers."""
     block_tensors: Mapping[str, str]
     """`attn_q` of `blk.3.attn_q.weight` -> `self_attn.q_proj` of `model.layers.3....`."""
+    renamed_tensors: Mapping[str, str] = field(default_factory=dict)
+    """As `block_tensors`, of names with their ending: `attn_sinks.weight` -> `self_attn.sinks`."""
+    expert_tensors: Mapping[str, str] = field(default_factory=dict)
+    """Block tensor of all experts, one behind another -> the name of one, with {} for its number.
+    """
     permuted_heads: Mapping[str, str] = field(default_factory=dict)
     """Block tensor whose rows are interleaved by head -> the config key that counts its heads."""
     consumed_tensors: frozenset[str] = frozenset()
@@ -102,9 +107,24 @@ class GGUFArchitecture:
     def hf_name(self, name: str) -> str:
         """The Hugging Face name of a GGUF tensor; a name nobody knows stays as it is."""
         match = _BLOCK_TENSOR.fullmatch(name)
-        if match and match[2] in self.block_tensors:
-            return f"model.layers.{match[1]}.{self.block_tensors[match[2]]}.{match[3]}"
-        return self.global_tensors.get(name, name)
+        if match is None:
+            return self.global_tensors.get(name, name)
+        layer, part, ending = match.groups()
+        renamed = self.renamed_tensors.get(f"{part}.{ending}")
+        if renamed is not None:
+            return f"model.layers.{layer}.{renamed}"
+        if part in self.block_tensors:
+            return f"model.layers.{layer}.{self.block_tensors[part]}.{ending}"
+        return name
+
+    def expert_name(self, name: str) -> str | None:
+        """The Hugging Face name of an expert's part of a GGUF tensor, with {} for its number; None
+        for a tensor of something else.
+        """
+        match = _BLOCK_TENSOR.fullmatch(name)
+        if match is None or match[2] not in self.expert_tensors or match[3] != "weight":
+            return None
+        return f"model.layers.{match[1]}.{self.expert_tensors[match[2]]}.weight"
 
     def head_permutation(self, name: str, config: Mapping[str, Any]) -> int | None:
         """Number of heads whose rows are interleaved in the GGUF tensor `name`, or None."""

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
 from tokenmill.checkpoint.gguf_architecture import GGUFArchitecture, Parameters
+from tokenmill.checkpoint.gguf_experts import GPT_OSS, QWEN3MOE
 from tokenmill.checkpoint.gguf_families import GEMMA2, GEMMA3, OLMO2, PHI3, QWEN2, QWEN3
 from tokenmill.checkpoint.gguf_llama import LLAMA
 from tokenmill.checkpoint.gguf_parts import GGUFParts, open_parts
-from tokenmill.checkpoint.gguf_reader import GGUFHeader
+from tokenmill.checkpoint.gguf_reader import GGUFHeader, GGUFTensor
 from tokenmill.checkpoint.mapped_file import FileRange, MappedFile
 from tokenmill.errors import CheckpointError, did_you_mean
 
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "gpt-oss": GPT_OSS,
     "llama": LLAMA,
     "olmo2": OLMO2,
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3moe": QWEN3MOE,
 }
 """`general.architecture` -> how to read it."""
 
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+_MAX_EXPERTS = 1 << 20
+"""Of all tensors together; far above what models have."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor lies: all of one of the file, or an expert's part."""
+
+    name: str
+    """Of the file's tensor."""
+    shape: tuple[int, ...]
+    begin: int
+    """In the file."""
+    end: int
 
 
 class GGUFCheckpoint:
@@ -58,16 +77,12 @@ class GGUFCheckpoint:
         )
         self._architecture = architecture
         self._tensors = header.tensors
-        self._gguf_names = {
-            architecture.hf_name(name): name
-            for name in header.tensors
-            if name not in architecture.consumed_tensors
-        }
+        self._places = _places(header, architecture)
         self.tensor_shapes: Mapping[str, tuple[int, ...]] = {
-            hf_name: header.tensors[name].shape for hf_name, name in self._gguf_names.items()
+            hf_name: place.shape for hf_name, place in self._places.items()
         }
         self.tensor_formats: Mapping[str, str] = {
-            hf_name: header.tensors[name].type.name for hf_name, name in self._gguf_names.items()
+            hf_name: header.tensors[place.name].type.name for hf_name, place in self._places.items()
         }
         self.num_bytes = sum(tensor.num_bytes for tensor in header.tensors.values())
 
@@ -88,14 +103,13 @@ class GGUFCheckpoint:
         changes neither the file nor another process's view.
         """
         (pages,) = self.file_ranges(name)
-        gguf_name = self._gguf_names[name]
-        tensor = self._tensors[gguf_name]
+        place = self._places[name]
         return RawTensor(
-            shape=tensor.shape,
-            format=tensor.type.name,
+            shape=place.shape,
+            format=self._tensors[place.name].type.name,
             data=pages.file.tensor(pages.begin, pages.end),
-            head_permutation=self._architecture.head_permutation(gguf_name, self.config),
-            value_offset=self._architecture.value_offset(gguf_name),
+            head_permutation=self._architecture.head_permutation(place.name, self.config),
+            value_offset=self._architecture.value_offset(place.name),
             pages=pages,
         )
 
@@ -103,17 +117,45 @@ class GGUFCheckpoint:
         """Where the tensor of this name lies. Raises `CheckpointError` if there is none."""
         if self._files is None:
             raise CheckpointError(f"{self.path}: tensor {name!r} was read after the file's close.")
-        gguf_name = self._gguf_names.get(name)
-        if gguf_name is None:
+        place = self._places.get(name)
+        if place is None:
             raise CheckpointError(
-                f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._gguf_names)}"
+                f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self._places)}"
             )
-        tensor = self._tensors[gguf_name]
-        end = tensor.offset + tensor.num_bytes
-        return (FileRange(self._files[gguf_name], tensor.offset, end),)
+        return (FileRange(self._files[place.name], place.begin, place.end),)
 
     def close(self) -> None:
         self._files = None
+
+
+def _places(header: GGUFHeader, architecture: GGUFArchitecture) -> dict[str, _Place]:
+    """By Hugging Face name. Raises `CheckpointError` for more experts than a model can have."""
+    places: dict[str, _Place] = {}
+    num_experts = 0
+    for name, tensor in header.tensors.items():
+        if name in architecture.consumed_tensors:
+            continue
+        pattern = architecture.expert_name(name)
+        if pattern is None or len(tensor.shape) != 3:
+            end = tensor.offset + tensor.num_bytes
+            places[architecture.hf_name(name)] = _Place(name, tensor.shape, tensor.offset, end)
+            continue
+        num_experts += tensor.shape[0]
+        if num_experts > _MAX_EXPERTS:
+            raise CheckpointError(
+                f"{header.path}: tensor {name!r} has the shape {tensor.shape}; with it there are"
+                f" {num_experts} matrices of experts, and the limit is {_MAX_EXPERTS}."
+            )
+        for expert, place in enumerate(_experts(name, tensor)):
+            places[pattern.format(expert)] = place
+    return places
+
+
+def _experts(name: str, tensor: GGUFTensor) -> Iterator[_Place]:
+    """The matrices of a tensor, one behind another; rows are whole blocks."""
+    size = tensor.num_bytes // tensor.shape[0]
+    for begin in range(tensor.offset, tensor.offset + tensor.num_bytes, size):
+        yield _Place(name, tensor.shape[1:], begin, begin + size)
 
 
 def _architecture(header: GGUFHeader) -> GGUFArchitecture:

@@ -38,11 +38,16 @@ _SCALING_KEYS = {
 }
 
 
-def decoder_config(parameters: Parameters, architecture: str, model_type: str) -> dict[str, Any]:
+def decoder_config(
+    parameters: Parameters, architecture: str, model_type: str, *, has_experts: bool = False
+) -> dict[str, Any]:
     """The config.json of a decoder with RMSNorm and RoPE, but for what its family has of its own.
 
-    `architecture` and `model_type` are Hugging Face's names.
+    `architecture` and `model_type` are Hugging Face's names. Raises `CheckpointError` for experts
+    where none are expected.
     """
+    if not has_experts and parameters.integer("expert_count", 0, minimum=0):
+        parameters.fail("expert_count", "is set; experts of this architecture are not supported")
     hidden_size = parameters.integer("embedding_length")
     vocab_size = _vocab_size(parameters, hidden_size)
     num_heads = parameters.integer("attention.head_count")
@@ -55,7 +60,11 @@ def decoder_config(parameters: Parameters, architecture: str, model_type: str) -
         "num_attention_heads": num_heads,
         "num_key_value_heads": _num_kv_heads(parameters, num_heads),
         "head_dim": head_dim(parameters, hidden_size, num_heads),
-        "intermediate_size": parameters.integer("feed_forward_length"),
+        "intermediate_size": parameters.integer(
+            "expert_feed_forward_length"
+            if has_experts and not parameters.keys("feed_forward_length")
+            else "feed_forward_length"
+        ),
         "max_position_embeddings": parameters.integer("context_length"),
         "rms_norm_eps": parameters.positive_float("attention.layer_norm_rms_epsilon"),
         "rope_theta": parameters.positive_float("rope.freq_base", 10000.0),
@@ -67,8 +76,6 @@ def decoder_config(parameters: Parameters, architecture: str, model_type: str) -
 
 
 def _num_layers(parameters: Parameters) -> int:
-    if parameters.integer("expert_count", 0, minimum=0):
-        parameters.fail("expert_count", "is set; a mixture of experts is not supported")
     num_layers = parameters.integer("block_count")
     if num_layers > len(parameters.tensors):
         parameters.fail(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tokenmill.kernels.experts import ExpertGate, Routing
-from tokenmill.layers.experts import ExpertShape
+from tokenmill.layers.experts import ExpertShape, ExpertsMethod
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear_method import Activations, StreamReader
 from tokenmill.layers.mlp import GATED_MLP_NAMES
@@ -76,6 +76,21 @@ class Router(nn.Module):
         return self.kernels.route(logits, self.routing, self.correction)
 
 
+def separate_expert_slots(
+    method: ExpertsMethod,
+    shape: ExpertShape,
+    prefix: str,
+    names: tuple[str, str, str] = GATED_MLP_NAMES,
+) -> Iterator[WeightSlot]:
+    """Places for tensors of one matrix each: `names` are those of gate, up and down matrices."""
+    size, (gate, up, down) = shape.intermediate_size, names
+    for expert, (gate_up, last) in enumerate(zip(method.gate_up, method.down, strict=True)):
+        name = f"{prefix}.{expert}"
+        yield gate_up.slot(f"{name}.{gate}.weight", slice(0, size))
+        yield gate_up.slot(f"{name}.{up}.weight", slice(size, 2 * size))
+        yield last.slot(f"{name}.{down}.weight", slice(0, shape.hidden_size))
+
+
 class GatedExperts(nn.Module):
     """Gated MLPs, each with tensors of its own in the checkpoint."""
 
@@ -92,13 +107,7 @@ class GatedExperts(nn.Module):
         self.method = kernels.experts_method(shape)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        size, (gate, up, down) = self.shape.intermediate_size, self.names
-        places = zip(self.method.gate_up, self.method.down, strict=True)
-        for expert, (gate_up, last) in enumerate(places):
-            name = f"{prefix}.{expert}"
-            yield gate_up.slot(f"{name}.{gate}.weight", slice(0, size))
-            yield gate_up.slot(f"{name}.{up}.weight", slice(size, 2 * size))
-            yield last.slot(f"{name}.{down}.weight", slice(0, self.shape.hidden_size))
+        return separate_expert_slots(self.method, self.shape, prefix, self.names)
 
     def empty_input(self, num_rows: int) -> Activations:
         """A place for the input, in the form in which it is read."""

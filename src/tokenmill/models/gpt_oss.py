@@ -23,8 +23,8 @@ from tokenmill.errors import ConfigError, shown
 from tokenmill.kernels.experts import ClampedGate, Routing
 from tokenmill.layers.experts import ExpertShape
 from tokenmill.layers.linear_method import Activations, StreamReader, WeightPlace
-from tokenmill.layers.moe import ExpertBlock, Router
-from tokenmill.layers.weights import WeightSlot, plain_raw
+from tokenmill.layers.moe import ExpertBlock, Router, separate_expert_slots
+from tokenmill.layers.weights import WeightSlot, parameter_slot, plain_raw
 from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 from tokenmill.models.mixtral import expert_counts
@@ -117,17 +117,31 @@ class GptOssExperts(nn.Module):
             alpha=number(hf_config, "swiglu_alpha", 1.702),
             limit=number(hf_config, "swiglu_limit", 7.0),
         )
-        shape = ExpertShape(num_experts, hidden, size, parts.dtype, gate, has_bias=True)
-        self.method = method = parts.kernels.experts_method(shape)
+        self.shape = ExpertShape(num_experts, hidden, size, parts.dtype, gate, has_bias=True)
+        self.method = method = parts.kernels.experts_method(self.shape)
         assert method.gate_up_bias is not None
         assert method.down_bias is not None
         self.gate_up = ExpertMatrices(method.gate_up, method.gate_up_bias, hidden, alternates=True)
         self.down = ExpertMatrices(method.down, method.down_bias, size, alternates=False)
         self.is_mxfp4 = _is_mxfp4(hf_config)
+        self.are_separate = bool(hf_config.get("separate_experts", False))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        if self.are_separate:
+            yield from self._separate_slots(prefix)
+            return
         yield from self.gate_up.weight_slots(f"{prefix}.gate_up_proj", is_mxfp4=self.is_mxfp4)
         yield from self.down.weight_slots(f"{prefix}.down_proj", is_mxfp4=self.is_mxfp4)
+
+    def _separate_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """As GGUF files have them: see checkpoint/gguf_experts.py."""
+        method, size = self.method, self.shape.intermediate_size
+        yield from separate_expert_slots(method, self.shape, prefix)
+        assert method.gate_up_bias is not None
+        assert method.down_bias is not None
+        yield parameter_slot(f"{prefix}.gate_proj_bias", method.gate_up_bias[:, :size])
+        yield parameter_slot(f"{prefix}.up_proj_bias", method.gate_up_bias[:, size:])
+        yield parameter_slot(f"{prefix}.down_proj_bias", method.down_bias)
 
 
 class GptOssMoE(ExpertBlock):

@@ -189,7 +189,7 @@ BAD_PARAMETERS = {
     "llama.attention.layer_norm_rms_epsilon": ("small", "'small'"),
     "llama.rope.dimension_count": (8, "16"),
     "llama.rope.freq_base": (float("nan"), "nan.*above 0"),
-    "llama.expert_count": (8, "mixture of experts"),
+    "llama.expert_count": (2.5, "2.5.*whole number"),
     "llama.rope.scaling.type": ("spiral", "'spiral'.*none, linear or yarn"),
     "llama.rope.scaling.alpha": (2.0, "not supported"),
     "tokenizer.ggml.eos_token_id": ("two", "'two'.*token id"),
