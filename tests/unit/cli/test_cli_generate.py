@@ -23,6 +23,10 @@ def test_quiet_leaves_stderr_empty():
     assert run_cli("generate", "the sky", "--quiet").stderr == ""
 
 
+def test_one_token_is_no_plural():
+    assert "1 prompt token, 1 new token, first" in run_cli("generate", "sky").stderr
+
+
 def test_prompts_that_run_together_come_out_in_their_order():
     result = run_cli("generate", "a b c d e f", "g", "h i")
     assert result.stdout == "A B C D E F\n\nG\n\nH I\n"
@@ -45,11 +49,12 @@ def test_a_file_is_a_prompt(tmp_path):
     )
 
 
-def test_no_prompt_on_a_terminal_is_refused():
-    result = run_cli("generate", interactive=True)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: There is no prompt.")
-    assert result.llm is None
+def test_without_a_prompt_no_model_is_loaded():
+    for stdin in ({"interactive": True}, {"stdin": ""}, {"stdin": "\n"}):
+        result = run_cli("generate", **stdin)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: There is no prompt.")
+        assert result.llm is None
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path):

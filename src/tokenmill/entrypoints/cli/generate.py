@@ -99,13 +99,14 @@ def _read_prompts(prompts: tuple[str, ...], files: list[Path]) -> list[str]:
     texts = [*prompts, *(_read_file(path) for path in files)]
     if texts:
         return texts
-    if sys.stdin.isatty():
+    with stdin_is_text():
+        text = "" if sys.stdin.isatty() else sys.stdin.read().removesuffix("\n")
+    if not text:
         raise InvalidRequestError(
             "There is no prompt. Give one as an argument, with --prompt-file, or on stdin.",
             parameter="prompts",
         )
-    with stdin_is_text():
-        return [sys.stdin.read().removesuffix("\n")]
+    return [text]
 
 
 def _read_file(path: Path) -> str:

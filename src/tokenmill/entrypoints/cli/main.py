@@ -33,29 +33,31 @@ app = App(
     help_format="plaintext",  # rendering Markdown would double the time of --help
     default_parameter=Parameter(negative_iterable=()),
 )
-_HERE = "tokenmill.entrypoints.cli"
-app.command(f"{_HERE}.chat:app", name="chat", help="Talk with a model, or ask it one question.")
-app.command(f"{_HERE}.generate:app", name="generate", help="Continue prompts.")
-app.command(f"{_HERE}.serve:app", name="serve", help="Serve a model over HTTP.")
-app.command(f"{_HERE}.models:app", name="models", help="List, fetch and remove models.")
-app.command(
-    f"{_HERE}.inspect:inspect_command",
-    name="inspect",
-    help="Print what a model is, what it needs, and whether it fits this machine.",
+_COMMANDS = (
+    ("chat", "chat:app", "Talk with a model, or ask it one question."),
+    ("generate", "generate:app", "Continue prompts."),
+    ("serve", "serve:app", "Serve a model over HTTP."),
+    ("models", "models:app", "List, fetch and remove models."),
+    (
+        "inspect",
+        "inspect:inspect_command",
+        "Print what a model is, what it needs, and whether it fits this machine.",
+    ),
+    (
+        "quantize",
+        "quantize:quantize_command",
+        "Write a model's weights in fewer bits, packed for the CPU's kernels.",
+    ),
+    ("bench", "bench:app", "Measure this machine: figures beside their limits."),
+    (
+        "collect-env",
+        "collect_env:collect_env",
+        "Print what a bug report needs to say about this machine.",
+    ),
 )
-app.command(
-    f"{_HERE}.quantize:quantize_command",
-    name="quantize",
-    help="Write a model's weights in fewer bits, packed for the CPU's kernels.",
-)
-app.command(
-    f"{_HERE}.bench:app", name="bench", help="Measure this machine: figures beside their limits."
-)
-app.command(
-    f"{_HERE}.collect_env:collect_env",
-    name="collect-env",
-    help="Print what a bug report needs to say about this machine.",
-)
+"""Name, place in this package, and what it does: what is used most comes first in --help too."""
+for _place, (_name, _where, _help) in enumerate(_COMMANDS):
+    app.command(f"{__package__}.{_where}", name=_name, help=_help, sort_key=_place)
 
 
 def main() -> None:

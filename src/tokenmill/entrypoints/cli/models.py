@@ -32,8 +32,11 @@ def list_models() -> int:
         if download.is_cached(alias):
             print(f"      {download.cached_path(alias)}")
     print("Hub cache, in", hub.hub_cache_directory())
-    for repo, num_bytes in hub.cached_repos().items():
+    repos = hub.cached_repos()
+    for repo, num_bytes in repos.items():
         print(f"  {repo}  {_megabytes(num_bytes)}")
+    if not repos:
+        print("  (no models)")
     return 0
 
 

@@ -110,7 +110,10 @@ class Tally:
 
     def line(self) -> str:
         """All of it for a reader."""
-        parts = [f"{self.num_prompt_tokens} prompt tokens", f"{self.num_new_tokens} new tokens"]
+        parts = [
+            f"{number} {kind} token{'s' if number != 1 else ''}"
+            for kind, number in (("prompt", self.num_prompt_tokens), ("new", self.num_new_tokens))
+        ]
         if self.time_to_first_token is not None:
             parts.append(f"first token after {self.time_to_first_token:.2f} s")
         if self.tokens_per_second is not None:
