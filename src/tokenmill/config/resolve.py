@@ -202,7 +202,8 @@ def _block_size(args: EngineArgs, defaults: DeviceDefaults, choices: _Choices) -
     if size is None:
         return choices.choose("block_size", defaults.block_size, "fits the tiles of the kernels")
     if size < 1 or size > MAX_BLOCK_SIZE or size & (size - 1):
-        nearest = min(1 << max(size - 1, 0).bit_length(), MAX_BLOCK_SIZE)
+        powers = [1 << exponent for exponent in range(MAX_BLOCK_SIZE.bit_length())]
+        nearest = min(powers, key=lambda power: abs(power - size))
         raise ConfigError(
             f"block_size={size} must be a power of two from 1 to {MAX_BLOCK_SIZE};"
             f" the nearest is {nearest}."

@@ -138,7 +138,9 @@ def test_the_kv_cache_has_the_type_of_the_activations_or_its_own() -> None:
     [
         ({"dtype": "bfloat17"}, "Did you mean 'bfloat16'"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' is not one of: auto, "),
-        ({"block_size": 24}, "the nearest is 32"),
+        ({"block_size": 17}, "the nearest is 16"),
+        ({"block_size": 31}, "the nearest is 32"),
+        ({"block_size": 0}, "the nearest is 1"),
         ({"block_size": 512}, "the nearest is 256"),
         ({"max_model_len": 4096}, "context length, 2048"),
         ({"max_model_len": 1}, "between 2 and"),
