@@ -139,6 +139,9 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    """Drafts that were checked (speculation), and of these, those that held."""
+    num_accepted_tokens: int = 0
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -235,6 +235,9 @@ class FakeExecutor:
     """Drafts proposed after each sample; about every fourth is wrong."""
     next_token: NextToken = next_token_of_prefix
     errors: dict[str, str] = field(default_factory=dict)
+    num_lookahead: int | None = None
+    """Slots that the drafter writes ahead, by default as many. With 0 it finds drafts in the text:
+    sometimes fewer, and sometimes none."""
     """Requests to fail in their next step."""
     bad_tokens: dict[str, int] = field(default_factory=dict)
     """Requests whose next sample is replaced by this id."""
@@ -317,7 +320,9 @@ class FakeExecutor:
         if row.data.sampling_params.logprobs is not None:
             output.logprobs[req_id] = [TokenLogprobs([token], [-1.0], 1) for token in sampled]
         if self.num_drafts and min(sampled) >= 0:
-            output.draft_token_ids[req_id] = self._propose(row)
+            drafts = self._propose(row)
+            if drafts:
+                output.draft_token_ids[req_id] = drafts
         return sampled
 
     def _check_num_logits(
@@ -334,7 +339,8 @@ class FakeExecutor:
         assert plan.num_logits[index] in allowed
 
     def _write_and_read(self, row: Row, digests: list[int], start: int, is_sampled: bool) -> None:
-        lookahead = self.num_drafts if is_sampled else 0
+        writes_ahead = self.num_drafts if self.num_lookahead is None else self.num_lookahead
+        lookahead = writes_ahead if is_sampled else 0
         for group, table in enumerate(row.block_ids):
             seen = self._blocks_seen(row, group)
             assert 0 not in seen, "a query sees the null block"
@@ -395,7 +401,10 @@ class FakeExecutor:
     def _propose(self, row: Row) -> list[int]:
         digest = digests_of(row.data, row.token_ids)[-1]
         drafts = []
-        for _ in range(self.num_drafts):
+        most = self.num_drafts
+        if self.num_lookahead == 0:
+            most = digest // 4 % (most + 1)
+        for _ in range(most):
             token_id = self.next_token(digest)
             drafts.append(token_id if digest % 4 else 3)
             digest = extend_digest(digest, token_id)

@@ -91,6 +91,14 @@ def engine_config(**settings):
     )
 
 
+DRAFTS = {
+    "num_drafts": 10,
+    "num_draft_tokens": 30,
+    "num_accepted_tokens_per_pos": [9, 6, 3],
+}
+"""What a scheduler with drafts has counted."""
+
+
 class FakeEngine:
     """`engine.async_llm.AsyncLLM` as a script; keeps what it was asked for."""
 
@@ -199,6 +207,7 @@ class FakeEngine:
             prefix_cache_queries=100,
             prefix_cache_hits=25,
             num_preemptions=3,
+            **(DRAFTS if self.config.speculation else {}),
         )
 
     def on_death(self, callback):

@@ -58,6 +58,24 @@ def test_b124_names():
     assert {name for name in found if not name.startswith("process_")} == NAMES
 
 
+def test_names_and_numbers_of_speculation():
+    with LiveServer(FakeEngine(spec_method="ngram", spec_tokens=3)) as server:
+        found = families(server)
+    drafts = {
+        "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens",
+        "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens_per_pos",
+    }  # fmt: skip
+    assert {name for name in found if not name.startswith("process_")} == NAMES | drafts
+    assert value(found, "vllm:spec_decode_num_drafts_total") == 10
+    assert value(found, "vllm:spec_decode_num_draft_tokens_total") == 30
+    assert value(found, "vllm:spec_decode_num_accepted_tokens_total") == 18
+    by_position = [
+        value(found, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(position))
+        for position in range(4)
+    ]
+    assert by_position == [9, 6, 3, 0]
+
+
 def test_tokens_count_when_they_are_made_whether_or_not_they_are_streamed():
     slow = FakeEngine(lambda prompt, params: Script([5] * 60, step_seconds=0.05))
     with LiveServer(slow) as server:

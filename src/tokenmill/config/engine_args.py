@@ -115,6 +115,14 @@ class EngineArgs:
     """How schemas and grammars are enforced, as JSON on the command line: backend (auto, llguidance
     or xgrammar), enable_in_reasoning, enable_forced_tokens, disable_any_whitespace,
     disable_additional_properties, compile_timeout (see docs/structured-output.md)."""
+    speculative_config: dict[str, Any] = field(default_factory=dict)
+    """How drafts of the next tokens are made, as JSON on the command line: method (ngram),
+    num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, adaptive (see
+    docs/speculation.md). Results are the same with it and without."""
+    spec_method: str | None = None
+    """Short for `speculative_config`'s method."""
+    spec_tokens: int | None = None
+    """Short for its num_speculative_tokens."""
     skip_tokenizer_init: bool = False
     """Work with token ids only; text goes neither in nor out."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenmill.config.speculation import SpeculativeConfig, max_drafts
 from tokenmill.config.structured_outputs import StructuredOutputsConfig
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
@@ -170,4 +171,17 @@ class EngineConfig:
     reasoning_parser: str = "auto"
     """`auto`, `none` or the name of a family; `tokenizer.reasoning` makes marks of it."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    speculation: SpeculativeConfig | None = None
+    """None makes no drafts."""
     reasons: tuple[Reason, ...] = ()
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts of a request in a step."""
+        return max_drafts(self.speculation)
+
+    @property
+    def max_num_sampled(self) -> int:
+        """Most tokens that are sampled in a step."""
+        num_seqs, budget = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
+        return min(num_seqs * (1 + self.num_speculative_tokens), max(num_seqs, budget))

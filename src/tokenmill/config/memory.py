@@ -38,6 +38,14 @@ class StepShape:
     max_num_batched_tokens: int
     max_model_len: int
 
+    max_num_drafts: int = 0
+    """Of each request: it has a row of logits for each, and one more."""
+
+    @property
+    def max_num_sampled(self) -> int:
+        """Most rows of logits that tokens are sampled from."""
+        most = max(self.max_num_batched_tokens, self.max_num_seqs)
+        return min(self.max_num_seqs * (1 + self.max_num_drafts), most)
 
 _PACKED_BLOCK_BYTES = {
     **dict.fromkeys(("Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4"), 18),
@@ -128,7 +136,7 @@ def layer_kv_bytes(parameters: ModelParameters, kv_dtype: str) -> int:
 def workspace_bytes(parameters: ModelParameters, shape: StepShape) -> int:
     """Bytes of a step's buffers: float32 activations, logits, and the rows' token tables."""
     activations = 8 * parameters.hidden_size + 3 * parameters.intermediate_size
-    logits_rows = _SLAB_ROWS + _LOGITS_COPIES * shape.max_num_seqs
+    logits_rows = _SLAB_ROWS + _LOGITS_COPIES * shape.max_num_sampled
     logits = logits_rows * parameters.vocab_size
     tables = shape.max_num_seqs * shape.max_model_len
     return 4 * (shape.max_num_batched_tokens * activations + logits + tables)

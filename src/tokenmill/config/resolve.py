@@ -41,6 +41,7 @@ from tokenmill.config.memory import StepShape, Weights, empty_ledger
 from tokenmill.config.parameters import ModelParameters, at_least, one_of, read_parameters
 from tokenmill.config.pooling import resolve_pooling
 from tokenmill.config.quantization import choose_quantization
+from tokenmill.config.speculation import SpeculativeConfig, max_drafts, resolve_speculation
 from tokenmill.config.structured_outputs import read_structured_outputs_config
 from tokenmill.errors import ConfigError, did_you_mean
 from tokenmill.tokenizer.reasoning import check_reasoning_parser
@@ -88,7 +89,7 @@ def resolve(
     """
     choices = _Choices()
     hf_config = apply_overrides(config, args.hf_overrides)
-    pooling, parameters, args = _pooling(args, hf_config, path, implementation)
+    pooling, parameters, speculation, args = _kind(args, hf_config, path, implementation)
     device = _device(args, machine, choices)
     defaults = DEFAULTS[device]
     dtype = _dtype(args, device, choices)
@@ -102,14 +103,12 @@ def resolve(
     kv_dtype = _kv_dtype(args, weights, parameters, kernels, block_size, choices)
     flops = flops_per_second(kernels, num_threads)
     budget = _token_budget(args, weights, parameters, flops, defaults, choices)
-    step = StepShape(_max_num_seqs(args, budget, defaults, choices), budget, max_model_len)
-    pool = size_pool(
-        args,
-        step,
-        kv_layout(hf_config, parameters, implementation, step, block_size, kv_dtype),
-        ledger=empty_ledger(machine, weights, parameters, step, device),
-        default_fraction=defaults.kv_cache_memory_fraction,
-    )
+    num_seqs = _max_num_seqs(args, budget, defaults, choices)
+    step = StepShape(num_seqs, budget, max_model_len, max_drafts(speculation))
+    layout = kv_layout(hf_config, parameters, implementation, step, block_size, kv_dtype)
+    ledger = empty_ledger(machine, weights, parameters, step, device)
+    fraction = defaults.kv_cache_memory_fraction
+    pool = size_pool(args, step, layout, ledger=ledger, default_fraction=fraction)
     max_model_len = _what_fits(max_model_len, pool, choices)
     return EngineConfig(
         model=_model(args, path, hf_config, parameters, dtype, max_model_len, pooling),
@@ -128,17 +127,19 @@ def resolve(
         ledger=pool.ledger,
         reasoning_parser=check_reasoning_parser(args.reasoning_parser),
         structured_outputs=read_structured_outputs_config(args.structured_outputs_config),
+        speculation=speculation,
         reasons=tuple(choices.reasons),
     )
 
 
-def _pooling(
+def _kind(
     args: EngineArgs, hf_config: Mapping[str, Any], path: str, implementation: str
-) -> tuple[PoolingConfig | None, ModelParameters, EngineArgs]:
-    """How the model pools, if it does; its sizes; and the settings that follow."""
+) -> tuple[PoolingConfig | None, ModelParameters, SpeculativeConfig | None, EngineArgs]:
+    """How the model pools, if it does; its sizes; how it drafts; and the settings that follow."""
     parameters = read_parameters(hf_config, caches_latents=implementation == "tokenmill")
     pooling, args = resolve_pooling(args, hf_config, parameters, path)
-    return pooling, parameters, args
+    speculation, args = resolve_speculation(args, parameters, pools=pooling is not None)
+    return pooling, parameters, speculation, args
 
 
 def _sampling(args: EngineArgs) -> SamplingConfig:

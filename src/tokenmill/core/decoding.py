@@ -17,14 +17,14 @@ from tokenmill.core.step import Step
 from tokenmill.core.stop import check_stop
 
 
-def decodes_in_place(request: Request) -> bool:
+def decodes_in_place(request: Request, num_lookahead_tokens: int = 0) -> bool:
     """Whether all that is pending of a running request is its last token, there is a slot for it,
-    and a token will be sampled behind it.
+    and for so many more, and a token will be sampled behind it.
     """
     num_expected = len(request.all_token_ids) + request.num_output_placeholders
     return (
         request.num_computed_tokens == num_expected - 1
-        and num_expected <= request.num_slots
+        and num_expected + num_lookahead_tokens <= request.num_slots
         and request.is_plain
         and num_expected < request.num_prompt_tokens + request.max_tokens
         and not request.draft_token_ids

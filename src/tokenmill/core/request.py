@@ -78,8 +78,10 @@ class Request:
         "is_structured",
         "max_tokens",
         "min_tokens",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -128,6 +130,8 @@ class Request:
         them and kept for life: a preempted request is not hashed again."""
         self.draft_token_ids: list[int] = []
         """Guesses at the next tokens, to be checked by the next step."""
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        """Drafts that steps have checked, and those of them that held."""
 
         self.is_structured = data.sampling_params.structured_outputs is not None
         """Whether a grammar restricts its output."""
@@ -184,6 +188,7 @@ class Request:
         last = self.num_prompt_tokens + self.max_tokens - 1
         return min(wanted, last) - self.num_computed_tokens
 
+    @property
     @property
     def owes_prompt_logits(self) -> bool:
         """Whether the next chunk's logits predict prompt tokens that somebody asked for."""
@@ -260,3 +265,5 @@ class Request:
             first_scheduled_time=self.first_scheduled_time,
             num_preemptions=self.num_preemptions,
         )
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,

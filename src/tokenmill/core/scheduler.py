@@ -29,7 +29,8 @@ from tokenmill.core.admission import OutputSettled, ReadinessRule, acceptance_ru
 from tokenmill.core.chunks import ChunkSizes
 from tokenmill.core.deadlines import Deadlines
 from tokenmill.core.decoding import decodes_in_place, got_its_token, settle_token
-from tokenmill.core.grammar import GrammarReady, cut_drafts, follow_grammar, start_grammar
+from tokenmill.core.drafting import Drafting
+from tokenmill.core.grammar import GrammarReady, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
 from tokenmill.core.limits import check_groups, check_limits
 from tokenmill.core.policy import get_policy
@@ -48,6 +49,8 @@ class Scheduler:
         vocab_size: sampled ids must be below; others end their request with an error.
         enable_prefix_caching: share blocks of equal prefixes.
         num_speculative_tokens: most drafts checked per request and step; 0 without a drafter.
+        num_lookahead_tokens: slots behind a request's tokens that a drafter writes; by default as
+            many.
         readiness_rules: rules of features that hold requests back.
         grammars: follows the requests whose text must have a form.
         clock: seconds, monotonic.
@@ -65,6 +68,7 @@ class Scheduler:
         vocab_size: int,
         enable_prefix_caching: bool,
         num_speculative_tokens: int = 0,
+        num_lookahead_tokens: int | None = None,
         readiness_rules: Sequence[ReadinessRule] = (),
         grammars: GrammarManager | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -82,6 +86,9 @@ class Scheduler:
         )
         self._vocab_size = vocab_size
         self._num_speculative_tokens = num_speculative_tokens
+        if num_lookahead_tokens is None:
+            num_lookahead_tokens = num_speculative_tokens
+        self._num_lookahead_tokens = num_lookahead_tokens
         self._clock = clock
         self._chunks = ChunkSizes(config, kv_cache_config.groups)
         # The last token of a sequence needs no slot: it is never computed.
@@ -89,6 +96,7 @@ class Scheduler:
 
         self._acceptance_rules = acceptance_rules(config.max_model_len, self.kv.num_usable_tokens)
         self._grammars = grammars or NoGrammars()
+        self._drafting = Drafting(num_speculative_tokens, self._grammars)
         self._readiness_rules: tuple[ReadinessRule, ...] = (
             OutputSettled(),
             GrammarReady(self._grammars),
@@ -107,8 +115,7 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()
         self._next_step_id = 0
         self._ended_outputs: list[EngineCoreOutput] = []
-        self._num_preemptions = 0
-        self._num_errors = 0
+        self._num_preemptions = self._num_errors = 0
 
     # ---- requests come and go -------------------------------------------------------------
 
@@ -159,16 +166,13 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """The state now, and the counters since the start."""
-        prefix_cache = self.kv.prefix_cache_stats
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            num_used_blocks=self.kv.pool.num_used_blocks,
-            num_blocks=self.kv.pool.num_usable_blocks,
-            prefix_cache_queries=prefix_cache.num_queried_tokens,
-            prefix_cache_hits=prefix_cache.num_hit_tokens,
             num_preemptions=self._num_preemptions,
             num_errors=self._num_errors,
+            **self.kv.counts(),
+            **self._drafting.counts(),
         )
 
     # ---- planning -------------------------------------------------------------------------
@@ -191,31 +195,28 @@ class Scheduler:
 
     def _schedule_running(self, step: Step) -> None:
         """Continue running requests in the order of admission, preempting where blocks lack."""
-        for request in list(self.running.values()):
+        requests = list(self.running.values())
+        for index, request in enumerate(requests, start=1):
             if not step.token_budget:
                 break
-            if decodes_in_place(request) and not self._num_speculative_tokens:
+            if request.num_output_placeholders and self._drafting.holds(request):
+                continue
+            if decodes_in_place(request, self._num_lookahead_tokens):
                 step.add_decode(request)
             elif request.is_running:  # not preempted for one before it
-                num_new_tokens = self._num_new_tokens(request, step)
+                self._drafting.leave_room(request, len(requests) - index, step)
+                num_pending = request.num_pending_tokens
+                num_new_tokens = step.fitting(request.num_computed_tokens, num_pending)
                 if num_new_tokens:
                     if not self._take_slots(request, num_new_tokens, step):
                         break
                     step.add(request, num_new_tokens)
 
-    def _num_new_tokens(self, request: Request, step: Step) -> int:
-        """Tokens of a running request to compute in this step; 0 is to leave it out."""
-        if self._num_speculative_tokens and request.num_output_placeholders:
-            return 0  # its drafts come with the sample in flight
-        if request.holds_for_forced and request.num_output_placeholders:
-            return 0  # tokens that need no step each are appended once it has settled
-        return step.fitting(request.num_computed_tokens, request.num_pending_tokens)
-
     def _take_slots(self, request: Request, num_new_tokens: int, step: Step) -> bool:
         """Get slots, preempting others if need be; False if the request itself had to give way."""
         while True:
             new_block_ids = self.kv.allocate_slots(
-                request, num_new_tokens, num_lookahead_tokens=self._num_speculative_tokens
+                request, num_new_tokens, num_lookahead_tokens=self._num_lookahead_tokens
             )
             if new_block_ids is not None:
                 step.add_block_ids(request, new_block_ids)
@@ -230,6 +231,8 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, now: float) -> None:
         """Start waiting requests in their order, until one that is ready does not fit."""
         set_aside = []
+        for rule in self._readiness_rules if self.waiting else ():
+            rule.begin_pass(self.running)
         while self.waiting and step.token_budget and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek()
             request.wait_reason = self._wait_reason(request)
@@ -253,13 +256,13 @@ class Scheduler:
         computed = self.kv.get_computed_blocks(request)
         wanted = request.num_tokens - computed.num_tokens
         num_new_tokens = step.fitting(computed.num_tokens, wanted)
-        if num_new_tokens < wanted and not self.config.enable_chunked_prefill:
+        if num_new_tokens < (1 if self.config.enable_chunked_prefill else wanted):
             return False
         new_block_ids = self.kv.allocate_slots(
             request,
             num_new_tokens,
             computed=computed,
-            num_lookahead_tokens=self._num_speculative_tokens,
+            num_lookahead_tokens=self._num_lookahead_tokens,
             num_must_fit=request.num_tokens + self._num_speculative_tokens,
         )
         if new_block_ids is None:
@@ -330,11 +333,9 @@ class Scheduler:
         if request.is_running:  # a preempted one has given its counters and blocks back
             request.settle(step.plan.num_scheduled_tokens[index], num_due, len(sampled))
             self.kv.cache_blocks(request, request.num_settled_tokens)
-            if num_due and request_id in result.draft_token_ids:
-                drafts = result.draft_token_ids[request_id]
-                request.draft_token_ids = drafts[: self._num_speculative_tokens]
-                if request.is_structured:
-                    cut_drafts(request, self._grammars)
+            self._drafting.settle(request, num_due, len(sampled))
+            if num_due:
+                self._drafting.take(request, result)
         pooled = result.pooled.get(request_id)
         if not token_ids and pooled is None:
             return None

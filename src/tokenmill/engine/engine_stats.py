@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+from typing import Any
+
 import msgspec
 
 from tokenmill.contracts.request import SchedulerStats
@@ -9,6 +12,13 @@ from tokenmill.contracts.request import SchedulerStats
 _STATE = ("num_running", "num_waiting", "num_used_blocks", "num_blocks")
 """Fields of `SchedulerStats` that come and go; all others are counters."""
 _COUNTERS = tuple(name for name in SchedulerStats.__struct_fields__ if name not in _STATE)
+
+
+def _sum(before: Any, latest: Any) -> Any:
+    """Of counters, or of lists of them."""
+    if isinstance(before, list):
+        return [sum(each) for each in zip_longest(before, latest, fillvalue=0)]
+    return before + latest
 
 
 class EngineStats(SchedulerStats, array_like=True, omit_defaults=True):
@@ -69,6 +79,7 @@ class StatsKeeper:
     def _summed(self) -> SchedulerStats:
         """The latest state, with counters since the start of the front end."""
         sums = {
-            name: getattr(self._before, name) + getattr(self._latest, name) for name in _COUNTERS
+            name: _sum(getattr(self._before, name), getattr(self._latest, name))
+            for name in _COUNTERS
         }
         return msgspec.structs.replace(self._latest, **sums)

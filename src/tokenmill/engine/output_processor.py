@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
 
 import msgspec
@@ -68,7 +69,8 @@ class _Sequence:
         self.error: str | None = None
         self.pooled: npt.NDArray[np.float32] | None = None
         self._num_tokens_sent = 0
-        self._num_preemptions_before = 0
+        self._before = copy(self.metrics)
+        """As of the core before this one."""
         self._prompt_logprobs_sent = False
 
     def update(self, output: EngineCoreOutput) -> bool:
@@ -82,7 +84,12 @@ class _Sequence:
         if self.metrics.first_scheduled_time is None:  # in another core it is scheduled anew
             self.metrics.first_scheduled_time = output.first_scheduled_time
             self.num_cached_tokens = output.num_cached_tokens
-        self.metrics.num_preemptions = self._num_preemptions_before + output.num_preemptions
+        self.metrics.num_preemptions = self._before.num_preemptions + output.num_preemptions
+        if output.num_draft_tokens:
+            self.metrics.num_draft_tokens = self._before.num_draft_tokens + output.num_draft_tokens
+            self.metrics.num_accepted_tokens = (
+                self._before.num_accepted_tokens + output.num_accepted_tokens
+            )
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error = output.error
@@ -114,7 +121,7 @@ class _Sequence:
         """The request as another core is to take it up: going on after the tokens so far, and
         without prompt log-probabilities that are there already.
         """
-        self._num_preemptions_before = self.metrics.num_preemptions
+        self._before = copy(self.metrics)
         params = request.sampling_params
         if self.logprobs.prompt_positions is not None:
             params = params.replace(prompt_logprobs=None)
@@ -273,6 +280,8 @@ def _merged(parts: list[RequestMetrics]) -> RequestMetrics:
             only.first_token_time,
             only.last_token_time,
             only.num_preemptions,
+            only.num_draft_tokens,
+            only.num_accepted_tokens,
         )
 
     def known(name: str) -> list[float]:
@@ -284,4 +293,6 @@ def _merged(parts: list[RequestMetrics]) -> RequestMetrics:
         first_token_time=min(known("first_token_time"), default=None),
         last_token_time=max(known("last_token_time"), default=None),
         num_preemptions=sum(part.num_preemptions for part in parts),
+        num_draft_tokens=sum(part.num_draft_tokens for part in parts),
+        num_accepted_tokens=sum(part.num_accepted_tokens for part in parts),
     )

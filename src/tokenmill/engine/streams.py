@@ -94,4 +94,6 @@ def _merged_metrics(first: RequestMetrics, then: RequestMetrics) -> RequestMetri
         first_token_time=min(known(first.first_token_time, then.first_token_time), default=None),
         last_token_time=max(known(first.last_token_time, then.last_token_time), default=None),
         num_preemptions=max(first.num_preemptions, then.num_preemptions),
+        num_draft_tokens=max(first.num_draft_tokens, then.num_draft_tokens),
+        num_accepted_tokens=max(first.num_accepted_tokens, then.num_accepted_tokens),
     )

@@ -10,6 +10,7 @@ import torch
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.features.spec.build import build_drafter
 from tokenmill.kernels import native
 from tokenmill.layers.kernels import layer_kernels, uses_native_kernels
 from tokenmill.models.loader import load_model

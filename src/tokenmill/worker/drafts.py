@@ -12,11 +12,17 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tokenmill.contracts.plan import SchedulerOutput
+
 IntArray = npt.NDArray[np.int64]
 
 
 class Drafter(Protocol):
     """Proposes tokens for the next step."""
+
+    def update(self, plan: SchedulerOutput) -> None:
+        """A step begins whose differences the rows have; once for each plan, in order."""
+        ...
 
     def propose(
         self,
@@ -28,13 +34,17 @@ class Drafter(Protocol):
         """Drafts by request; requests without are left out.
 
         Request i has the tokens `token_ids[rows[i], : num_tokens[i]]`, those just sampled
-        included. `token_ids` is the whole table and must not be written.
+        included; they are the requests that the step begun last has brought tokens. `token_ids` is
+        the whole table and must not be written.
         """
         ...
 
 
 class NullDrafter:
     """Proposes nothing."""
+
+    def update(self, plan: SchedulerOutput) -> None:
+        """Forget it."""
 
     def propose(
         self,

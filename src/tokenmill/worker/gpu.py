@@ -20,6 +20,7 @@ from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.memory import GPU_RESERVE_BYTES, format_bytes
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.errors import ConfigError, MemoryBudgetError
+from tokenmill.features.spec.build import build_drafter
 from tokenmill.layers.gpu import GpuKernels, WeightFormat
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
@@ -124,7 +125,7 @@ def make_gpu_runner(
         sampler=GpuSampler(
             staging.stage,
             results.fetch,
-            max_num_rows=scheduler.max_num_seqs,
+            max_num_rows=config.max_num_sampled,
             vocab_size=config.model.vocab_size,
             device=device,
             mode=LogprobsMode.named(config.sampling.logprobs_mode),

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tokenmill.attention.backend import AttentionMetadata, CommonAttentionMetadata
@@ -59,6 +60,8 @@ from tokenmill.worker.results import (
 from tokenmill.worker.rows import RowTable
 
 AttentionMetadataByLayer = Mapping[str, AttentionMetadata]
+BoolArray = npt.NDArray[np.bool_]
+
 
 Finish = Callable[[], ModelRunnerOutput]
 """Makes a step's result; waits for the device."""
@@ -117,7 +120,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_decode_steps(self, record: DecodeRecorder) -> None:
-        """Have the steps recorded that only decode; after `capture`, and without a drafter."""
+        """Have the steps recorded that only decode; after `capture`."""
         self._decode_steps = record(
             self._model,
             self._forward_pass,
@@ -164,6 +167,7 @@ class ModelRunner:
         self._state = plan if self._decode_steps.run(plan) else self._execute(plan)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
+        self._drafter.update(plan)
         """Sample after the last forward pass, commit, and hand over the step's result."""
         state, self._state = self._state, None
         assert state is not None, "sample_tokens needs a forward pass before it"
@@ -179,6 +183,11 @@ class ModelRunner:
         batch, tensors = self._prepare_inputs(plan)
         attn_metadata = self._build_attention_metadata(tensors)
         hidden_states = self._forward(tensors, attn_metadata)
+        if self._drafts:
+            rows = np.array(state.rows, np.int64)
+            gained = np.array([bool(each) for each in output.sampled_token_ids])
+            num_tokens = self._rows.num_tokens[rows]
+            output.draft_token_ids = self._propose(state.req_ids, rows, num_tokens, gained)
         prompt_logprobs, bad_reqs = self._compute_prompt_logprobs(batch, hidden_states)
         return ExecuteModelState(
             step_id=plan.step_id,
@@ -345,12 +354,8 @@ class ModelRunner:
             counts[list(bad_reqs)] = 0
         output = make_output(state, sampled, counts, bad_reqs)
         self._inputs.settle_tokens(sampled.token_ids[new.entries], new)
-        gained = np.flatnonzero(counts)
-        output.draft_token_ids = self._drafter.propose(
-            [batch.req_ids[place] for place in gained.tolist()],
-            batch.rows[gained],
-            new.num_computed[gained] + 1,
-            self._rows.token_ids,
+        output.draft_token_ids = self._propose(
+            batch.req_ids, batch.rows, new.num_computed + 1, counts > 0
         )
         return output
 
@@ -360,3 +365,15 @@ class ModelRunner:
             batch.num_sampled > 0, new.num_computed + 1, self._rows.num_tokens[batch.rows]
         )
         self._rows.commit(batch.rows, new.num_computed, num_tokens)
+    def _propose(
+        self, req_ids: list[str], rows: IntArray, num_tokens: IntArray, gained: BoolArray
+    ) -> dict[str, list[int]]:
+        """Drafts of the requests of a step that have gained tokens, and have so many now."""
+        places = np.flatnonzero(gained)
+        return self._drafter.propose(
+            [req_ids[place] for place in places.tolist()],
+            rows[places],
+            num_tokens[places],
+            self._rows.token_ids,
+        )
+

@@ -63,17 +63,17 @@ def test_plans_and_outputs_are_those_of_the_rule(
     seed: int, depth: int, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = 0
-    in_place: Callable[[Request], bool] = decodes_in_place
+    in_place: Callable[[Request, int], bool] = decodes_in_place
 
-    def counted(request: Request) -> bool:
+    def counted(request: Request, num_lookahead_tokens: int) -> bool:
         nonlocal taken
-        found = in_place(request)
+        found = in_place(request, num_lookahead_tokens)
         taken += found
         return found
 
     monkeypatch.setattr(scheduler_module, "decodes_in_place", counted)
     short = run(seed, depth=depth, num_drafts=num_drafts)
     assert taken > 50 or num_drafts
-    monkeypatch.setattr(scheduler_module, "decodes_in_place", lambda request: False)
+    monkeypatch.setattr(scheduler_module, "decodes_in_place", lambda *parts: False)
     monkeypatch.setattr(scheduler_module, "got_its_token", lambda *parts: False)
     assert run(seed, depth=depth, num_drafts=num_drafts) == short

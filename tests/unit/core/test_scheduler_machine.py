@@ -33,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     max_depth = 1
     num_drafts = 0
+    num_lookahead: int | None = None
 
     @initialize(
         num_blocks=st.integers(7, 14),
@@ -55,8 +56,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_steps_in_flight=self.max_depth,
             num_speculative_tokens=self.num_drafts,
         )
-        self.executor = create_executor(self.scheduler, num_drafts=self.num_drafts)
         self.in_flight = []
+            num_lookahead_tokens=self.num_lookahead,
+        )
+        self.executor = create_executor(
+            self.scheduler, num_drafts=self.num_drafts, num_lookahead=self.num_lookahead
         self.collector = Collector()
         self.sent = {}
         self.aborted = set()
@@ -192,6 +196,11 @@ class DraftingMachine(SchedulerMachine):
 class TwoInFlightMachine(SchedulerMachine):
     max_depth = 2
 
+class LookupMachine(SchedulerMachine):
+    num_drafts = 4
+    num_lookahead = 0
+
+
 
 class TwoInFlightDraftingMachine(SchedulerMachine):
     max_depth = 2
@@ -201,6 +210,12 @@ class TwoInFlightDraftingMachine(SchedulerMachine):
 _settings = settings(
     max_examples=60,
     stateful_step_count=50,
+class TwoInFlightLookupMachine(SchedulerMachine):
+    max_depth = 2
+    num_drafts = 4
+    num_lookahead = 0
+
+
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
@@ -208,7 +223,16 @@ TestOneInFlight = SchedulerMachine.TestCase
 TestDrafts = DraftingMachine.TestCase
 TestTwoInFlight = TwoInFlightMachine.TestCase
 TestTwoInFlightDrafts = TwoInFlightDraftingMachine.TestCase
-for _case in (TestOneInFlight, TestDrafts, TestTwoInFlight, TestTwoInFlightDrafts):
+TestLookup = LookupMachine.TestCase
+TestTwoInFlightLookup = TwoInFlightLookupMachine.TestCase
+for _case in (
+    TestOneInFlight,
+    TestDrafts,
+    TestTwoInFlight,
+    TestTwoInFlightDrafts,
+    TestLookup,
+    TestTwoInFlightLookup,
+):
     _case.settings = _settings
 del _case  # or it would be collected as a test
 

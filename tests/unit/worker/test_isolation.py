@@ -18,6 +18,7 @@ from helpers.worker import (
     make_worker,
 )
 from tokenmill.contracts.plan import GrammarOutput
+from tokenmill.worker.drafts import NullDrafter
 
 GOOD = {
     "greedy": {"temperature": 0.0, "logprobs": 1},
@@ -120,7 +121,7 @@ def test_a_failure_that_does_not_come_again_harms_nobody(caplog):
 
 
 def test_a_failure_while_sampling_runs_the_step_again_with_each_requests_masks():
-    class FailsOnce:
+    class FailsOnce(NullDrafter):
         failures = 1
 
         def propose(self, req_ids, rows, num_tokens, token_ids):

@@ -14,6 +14,7 @@ from helpers.worker import (
     toy_logits,
 )
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
+from tokenmill.worker.drafts import NullDrafter
 from tokenmill.worker.limits import LOGITS_SLAB
 
 SAMPLING = [
@@ -34,7 +35,7 @@ def make_host(**kwargs):
     return Host(worker), model
 
 
-class LookBack:
+class LookBack(NullDrafter):
     """Drafts what followed the last token's earlier occurrence; often wrong, sometimes right."""
 
     def propose(self, req_ids, rows, num_tokens, token_ids):
@@ -205,7 +206,7 @@ def test_logprobs_and_min_tokens_with_drafts_are_those_without():
 def test_the_drafter_sees_the_tokens_just_sampled():
     seen = []
 
-    class Spy:
+    class Spy(NullDrafter):
         def propose(self, req_ids, rows, num_tokens, token_ids):
             for req_id, row, count in zip(req_ids, rows, num_tokens, strict=True):
                 seen.append((req_id, token_ids[row, :count].tolist()))

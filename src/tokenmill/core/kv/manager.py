@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import BlockIds
@@ -91,6 +92,15 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of the blocks in use, 0 to 1; of the pool that has fewer left."""
         return max(pool.num_used_blocks / pool.num_usable_blocks for pool in self._pools)
+
+    def counts(self) -> dict[str, Any]:
+        """Fields of `SchedulerStats`."""
+        return {
+            "num_used_blocks": self.pool.num_used_blocks,
+            "num_blocks": self.pool.num_usable_blocks,
+            "prefix_cache_queries": self.prefix_cache_stats.num_queried_tokens,
+            "prefix_cache_hits": self.prefix_cache_stats.num_hit_tokens,
+        }
 
     @property
     def _pools(self) -> tuple[BlockPool, ...]:

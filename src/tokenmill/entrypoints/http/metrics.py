@@ -239,6 +239,13 @@ class _SchedulerCollector(Collector):
             "num_preemptions": (stats.num_preemptions, "Times that a sequence lost its blocks."),
             "corrupted_requests": (stats.num_errors, "Sequences that failed in the engine."),
         }
+        if self._engine.config.speculation is not None:
+            counters |= {
+                "spec_decode_num_drafts": (stats.num_drafts, "Steps that checked drafts."),
+                "spec_decode_num_draft_tokens": (stats.num_draft_tokens, "Drafts checked."),
+                "spec_decode_num_accepted_tokens": (stats.num_accepted_tokens, "Drafts kept."),
+            }
+            yield self._accepted_per_position(stats.num_accepted_tokens_per_pos)
         refused = stats.num_refused + self._admission.num_refused
         for name, (value, text) in gauges.items():
             yield self._gauge(f"vllm:{name}", text, value)
@@ -256,6 +263,16 @@ class _SchedulerCollector(Collector):
         )
         waiting.add_metric((*self._labels, "capacity"), stats.num_waiting)
         yield waiting
+
+    def _accepted_per_position(self, counts: Sequence[int]) -> CounterMetricFamily:
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts kept, by their place behind the known tokens.",
+            labels=(*_LABELS, "position"),
+        )
+        for position, count in enumerate(counts):
+            family.add_metric((*self._labels, str(position)), count)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=_LABELS)

@@ -1,0 +1,139 @@
+"""Settings of speculation, as one group: `speculative_config`, or its short flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_type_hints
+
+from tokenmill.config.argument_types import of_type
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.parameters import ModelParameters
+from tokenmill.errors import ConfigError, did_you_mean, shown
+
+METHODS = ("ngram",)
+MAX_DRAFTS = 128
+MAX_LOOKUP = 64
+_DEFAULT_DRAFTS = {"ngram": 8}
+_DEFAULT_LOOKUP = (3, 5)
+_NAME = "speculative_config"
+_FLAGS = {
+    "method": "spec_method",
+    "num_speculative_tokens": "spec_tokens",
+}
+"""Settings that have an engine argument of their own, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made. Raises `ConfigError` for a value that cannot work."""
+
+    method: str
+    """ngram: what followed the last tokens where they stood before in the request."""
+    num_speculative_tokens: int
+    """Most drafts of a request in one step, 1 to 128."""
+    prompt_lookup_min: int = _DEFAULT_LOOKUP[0]
+    """Fewest tokens that must have stood before (ngram)."""
+    prompt_lookup_max: int = _DEFAULT_LOOKUP[1]
+    """Most tokens that are looked for (ngram)."""
+    adaptive: bool = True
+    """Make fewer drafts, or none, where they do not hold or a step is bound by arithmetic."""
+
+    def __post_init__(self) -> None:
+        for name, annotation in get_type_hints(SpeculativeConfig).items():
+            value = of_type(f"{_NAME}.{name}", getattr(self, name), annotation)
+            object.__setattr__(self, name, value)
+        if self.method not in METHODS:
+            raise ConfigError(
+                f"{_NAME}.method={shown(self.method)} is not one of: {', '.join(METHODS)}."
+                f"{did_you_mean(self.method, METHODS)}"
+            )
+        if not 1 <= self.num_speculative_tokens <= MAX_DRAFTS:
+            raise ConfigError(
+                f"{_NAME}.num_speculative_tokens={self.num_speculative_tokens} must lie between 1"
+                f" and {MAX_DRAFTS}; leave {_NAME} out to make no drafts."
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_LOOKUP:
+            raise ConfigError(
+                f"{_NAME}.prompt_lookup_min={self.prompt_lookup_min} and"
+                f" prompt_lookup_max={self.prompt_lookup_max} must be in order, between 1 and"
+                f" {MAX_LOOKUP}."
+            )
+
+
+def read_speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
+    """The settings of speculation; None if there is to be none.
+
+    Raises `ConfigError` for settings that nobody knows, that contradict each other, or that cannot
+    work.
+    """
+    given = _with_flags(args)
+    if not given:
+        return None
+    names = [each.name for each in fields(SpeculativeConfig)]
+    for name in given:
+        if name not in names:
+            raise ConfigError(
+                f"{_NAME} has no {shown(name)}.{did_you_mean(str(name), names)}"
+                f" It takes: {', '.join(names)}."
+            )
+    if "method" not in given:
+        raise ConfigError(f"{_NAME} needs a method: {', '.join(METHODS)}.")
+    given.setdefault("num_speculative_tokens", _DEFAULT_DRAFTS.get(given["method"], 1))
+    lookup = {name: given[name] for name in _LOOKUP if isinstance(given.get(name), int)}
+    if len(lookup) == 1:  # the other one gives way
+        ((name, length),) = lookup.items()
+        least, most = _DEFAULT_LOOKUP
+        if name == "prompt_lookup_min":
+            given["prompt_lookup_max"] = max(length, most)
+        else:
+            given["prompt_lookup_min"] = min(length, least)
+    return SpeculativeConfig(**given)
+
+
+_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
+
+
+def _with_flags(args: EngineArgs) -> dict[str, Any]:
+    """`speculative_config`, with what the short flags say."""
+    given: dict[str, Any] = dict(args.speculative_config)
+    for name, flag in _FLAGS.items():
+        value = getattr(args, flag)
+        if value is None:
+            continue
+        if given.setdefault(name, value) != value:
+            raise ConfigError(
+                f"{flag}={shown(value)} and {_NAME}.{name}={shown(given[name])} contradict each"
+                f" other; give one of them."
+            )
+    return given
+
+
+def resolve_speculation(
+    args: EngineArgs, parameters: ModelParameters, *, pools: bool
+) -> tuple[SpeculativeConfig | None, EngineArgs]:
+    """The settings of speculation, and the others as far as they follow.
+
+    Raises `ConfigError` if the model cannot be sped up by drafts.
+    """
+    config = read_speculative_config(args)
+    if config is None:
+        return None, args
+    architecture = parameters.architecture
+    if pools:
+        raise ConfigError(
+            f"{_NAME} drafts tokens, but {architecture} runs as a pooling model, which generates"
+            f" none; leave it out."
+        )
+    if parameters.states is not None:
+        raise ConfigError(
+            f"{_NAME} needs layers that can forget a token that was drafted, but {architecture}"
+            f" has state-space layers, which keep one state of all tokens; leave it out."
+        )
+    if args.async_scheduling is None:  # the next step's drafts come with this one's tokens
+        args = replace(args, async_scheduling=False)
+    return config, args
+
+
+def max_drafts(config: SpeculativeConfig | None) -> int:
+    """Most drafts of a request in a step."""
+    return 0 if config is None else config.num_speculative_tokens

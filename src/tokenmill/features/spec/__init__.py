@@ -1,0 +1,10 @@
+"""Speculation: drafts of the next tokens, for a step to check several at once.
+
+    acceptance.py   how often a request's drafts hold
+    lengths.py      how many drafts are worth their time: what a step costs by its tokens
+    ngram.py        drafts from the request's own tokens
+    build.py        the drafter that the settings ask for
+
+Whatever is proposed here, results are the same (`worker/drafts.py`): so all of it may depend on
+clocks and on other requests. Knows neither scheduler nor runner.
+"""

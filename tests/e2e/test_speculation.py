@@ -1,0 +1,198 @@
+"""Results are the same with speculation and without, whatever a request asks for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.tiny import write_wide_llama
+from tokenmill import LLM, RequestOutput, SamplingParams
+from tokenmill.kernels import native
+from tokenmill.structured_outputs import StructuredOutputsParams
+from tokenmill.worker.graphs.decode import NativeDecodeSteps
+
+LOOKUP = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+    "adaptive": False,
+}
+"""As many drafts as there can be: most of them are wrong."""
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 3},
+    {"temperature": 0.9, "seed": 1},
+    {"temperature": 0.7, "seed": 2, "top_k": 5},
+    {"temperature": 1.1, "seed": 3, "top_p": 0.8, "logprobs": 2},
+    {"temperature": 1.0, "seed": 4, "min_p": 0.1},
+    {"temperature": 0, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.3, "logprobs": 1},
+    {"temperature": 0, "logit_bias": {40: 4.0, 41: -100.0}},
+    {"temperature": 0, "bad_words": ["the"]},
+    {"temperature": 0.6, "seed": 6, "min_tokens": 20, "ignore_eos": False},
+    {"temperature": 0, "max_tokens": 7},
+    {"temperature": 0, "max_tokens": 1},
+    {"temperature": 0.5, "seed": 7, "stop": ["e", "at"], "include_stop_str_in_output": True},
+    {"temperature": 0.5, "seed": 8, "stop_token_ids": list(range(50, 90))},
+    {"temperature": 0.5, "seed": 9, "prompt_logprobs": 2},
+    {"temperature": 0.7, "seed": 10, "n": 3},
+    {"temperature": 0.7, "seed": 11, "structured_outputs": {"regex": "(ab|ba|abba)+c{3,9}"}},
+    {"temperature": 0, "structured_outputs": {"choice": ["red", "green", "greenish"]}},
+    {
+        "temperature": 0.9,
+        "seed": 12,
+        "structured_outputs": {"json": {"type": "array", "items": {"enum": ["on", "off"]}}},
+    },
+]
+
+
+@functools.cache
+def model(directory: Path) -> str:
+    return str(write_wide_llama(directory / "wide"))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return model(tmp_path_factory.getbasetemp())
+
+
+def requests() -> tuple[list[dict[str, Any]], list[SamplingParams]]:
+    """Prompts with parts that repeat, of any length, and everything that can be asked for."""
+    draw = random.Random(0)
+    prompts, params = [], []
+    for asked in ASKED:
+        part = [draw.randrange(10, 200) for _ in range(draw.randrange(2, 12))]
+        prompts.append({"prompt_token_ids": part * draw.randrange(1, 6)})
+        settings = {"max_tokens": 40, "ignore_eos": True, **asked}
+        if "structured_outputs" in asked:
+            settings["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
+            settings["max_tokens"] = 20
+        params.append(SamplingParams(**settings))
+    return prompts, params
+
+
+def results(outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [
+        (
+            output.prompt_logprobs,
+            [
+                (
+                    each.token_ids,
+                    each.text,
+                    each.finish_reason,
+                    each.stop_reason,
+                    each.logprobs,
+                    each.cumulative_logprob,
+                )
+                for each in output.outputs
+            ],
+        )
+        for output in outputs
+    ]
+
+
+def engine(path: str, **settings: Any) -> LLM:
+    defaults: dict[str, Any] = {"num_kv_blocks": 100, "block_size": 32, "max_model_len": 256}
+    return LLM(path, device="cpu", **(defaults | settings))
+
+
+def run(llm: LLM) -> list[RequestOutput]:
+    return llm.generate(*requests(), use_tqdm=False)
+
+
+def freeze(value: Any) -> Any:
+    """What a dict is made of, in a form that can be a key."""
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
+@functools.cache
+def plain(path: str, **settings: Any) -> list[Any]:
+    """Each request alone, without drafts."""
+    prompts, params = requests()
+    thawed = {
+        key: json.loads(value) if key == "hf_overrides" else value
+        for key, value in settings.items()
+    }
+    with engine(path, **thawed) as llm:
+        return [
+            result
+            for prompt, asked in zip(prompts, params, strict=True)
+            for result in results(llm.generate(prompt, asked, use_tqdm=False))
+        ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
+        {"dtype": "float32"},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 20},
+        {"num_kv_blocks": 12, "max_model_len": 128},
+        {"async_scheduling": True},
+        {"check_graphs": True},
+        {"enforce_eager": True},
+        {"enable_prefix_caching": False},
+        {"kv_cache_dtype": "int8"},
+        {"hf_overrides": {"architectures": ["MistralForCausalLM"], "sliding_window": 32}},
+        {"block_size": 16},
+        {"logprobs_mode": "processed_logprobs"},
+    ],
+    ids=lambda settings: ",".join(f"{name}={settings[name]}" for name in settings) or "default",
+)
+def test_b112_all_at_once_with_drafts_is_each_alone_without(
+    path: str, settings: dict[str, Any]
+) -> None:
+    changing = ("dtype", "kv_cache_dtype", "logprobs_mode", "hf_overrides", "block_size")
+    same = {name: settings[name] for name in changing if name in settings}
+    expected = plain(path, **{name: freeze(value) for name, value in same.items()})
+    with engine(path, **({"speculative_config": LOOKUP} | settings)) as llm:
+        outputs = run(llm)
+        again = run(llm)  # prefixes are cached now
+        stats = llm.llm_engine._client.core.scheduler.make_stats()
+    assert results(outputs) == expected
+    assert results(again) == expected
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 0
+    if "num_kv_blocks" in settings:
+        assert stats.num_preemptions > 0
+    told = sum(output.metrics.num_draft_tokens for output in [*outputs, *again])
+    held = sum(output.metrics.num_accepted_tokens for output in [*outputs, *again])
+    assert (told, held) == (stats.num_draft_tokens, stats.num_accepted_tokens)
+
+
+@pytest.mark.skipif(not native.is_available(), reason="the native kernels are not here")
+def test_steps_without_drafts_stay_native(path: str) -> None:
+    with engine(path, speculative_config=LOOKUP) as llm:
+        steps = llm.llm_engine._client.core._executor._worker.runner._decode_steps
+        assert isinstance(steps, NativeDecodeSteps)
+        before = sum(steps.kernel_seconds)
+        params = SamplingParams(temperature=2.0, seed=1, max_tokens=20, ignore_eos=True)
+        (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+        assert sum(steps.kernel_seconds) > before
+    assert output.metrics.num_draft_tokens < 60
+
+
+def test_an_abort_with_drafts_in_flight_harms_nobody(path: str) -> None:
+    prompts, params = requests()
+    with engine(path, speculative_config=LOOKUP) as llm:
+        core = llm.llm_engine
+        for index in range(8):
+            core.add_request(str(index), prompts[index], params[index])
+        outputs: dict[str, RequestOutput] = {}
+        for step in range(400):
+            if not core.has_unfinished_requests():
+                break
+            for output in core.step():
+                outputs[output.request_id] = output
+            if step in (3, 5, 6):
+                core.abort_request([str(step)])
+    expected = plain(path)
+    for index in (0, 1, 2, 4, 7):
+        assert outputs[str(index)].outputs[0].token_ids == expected[index][1][0][0]

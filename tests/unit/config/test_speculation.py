@@ -1,0 +1,162 @@
+"""Settings of speculation: what they mean, what follows, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.machine import Machine
+from tokenmill.config.resolve import resolve
+from tokenmill.config.speculation import SpeculativeConfig, read_speculative_config
+from tokenmill.errors import ConfigError
+
+GIB = 1 << 30
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+}
+BAMBA = LLAMA | {
+    "architectures": ["BambaForCausalLM"],
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+}
+SHAPES = {"embed": (1000, 64), "layers": (500, 1000)}
+
+
+def resolved(model: dict[str, Any] = LLAMA, **settings: Any) -> Any:
+    return resolve(
+        EngineArgs(**settings),
+        path="model",
+        config=model,
+        tensor_shapes=SHAPES,
+        tensor_formats=dict.fromkeys(SHAPES, "F32"),
+        machine=Machine(num_cpus=2, total_memory=24 * GIB, available_memory=4 * GIB),
+    )
+
+
+def read(**settings: Any) -> SpeculativeConfig | None:
+    return read_speculative_config(EngineArgs(**settings))
+
+
+def test_without_settings_there_is_none() -> None:
+    assert read() is None
+    config = resolved()
+    assert config.speculation is None
+    assert config.num_speculative_tokens == 0
+    assert config.max_num_sampled == config.scheduler.max_num_seqs
+
+
+def test_the_dict_that_users_of_vllm_know() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    config = read(speculative_config=given)
+    assert config is not None
+    assert (config.method, config.num_speculative_tokens) == ("ngram", 4)
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (3, 4)
+    assert config.adaptive
+
+
+def test_short_flags_are_the_same() -> None:
+    short = read(spec_method="ngram", spec_tokens=4)
+    assert short == read(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    mixed = read(spec_tokens=4, speculative_config={"method": "ngram", "adaptive": False})
+    assert mixed is not None
+    assert (mixed.num_speculative_tokens, mixed.adaptive) == (4, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths"),
+    [
+        ({}, (3, 5)),
+        ({"prompt_lookup_min": 7}, (7, 7)),
+        ({"prompt_lookup_max": 2}, (2, 2)),
+        ({"prompt_lookup_min": 2}, (2, 5)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 2}, (2, 2)),
+    ],
+)
+def test_one_length_of_a_lookup_gives_way_to_the_other(
+    given: dict[str, int], lengths: tuple[int, int]
+) -> None:
+    config = read(speculative_config={"method": "ngram", **given})
+    assert config is not None
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == lengths
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"spec_method": "ngrams"}, r"method='ngrams' is not one of: .*ngram.*Did you mean"),
+        ({"spec_tokens": 4}, r"needs a method: ngram"),
+        ({"spec_method": "ngram", "spec_tokens": 0}, r"=0 must lie between 1 and 128"),
+        ({"spec_method": "ngram", "spec_tokens": 129}, r"=129 must lie between 1 and 128"),
+        ({"speculative_config": {"metod": "ngram"}}, r"no 'metod'.*'method'.*It takes: method"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": "4"}},
+            r"speculative_config\.num_speculative_tokens='4' must be an integer",
+        ),
+        (
+            {
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+                "spec_tokens": 4,
+            },
+            r"spec_tokens=4 and speculative_config\.num_speculative_tokens=3 contradict",
+        ),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "prompt_lookup_min": 6,
+                    "prompt_lookup_max": 2,
+                }
+            },
+            r"prompt_lookup_min=6 and prompt_lookup_max=2 must be in order",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_max": 65}},
+            r"between 1 and 64",
+        ),
+        ({"speculative_config": {"method": 3}}, r"speculative_config\.method=3 must be a string"),
+        ({"speculative_config": "ngram"}, r"speculative_config='ngram' must be a dict"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.compile(message, re.DOTALL)):
+        read(**settings)
+
+
+def test_models_that_cannot_forget_a_token_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"BambaForCausalLM has state-space layers"):
+        resolved(BAMBA, spec_method="ngram")
+
+
+def test_pooling_models_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM runs as a pooling model"):
+        resolved(runner="pooling", spec_method="ngram")
+
+
+def test_more_rows_of_logits_are_in_the_ledger() -> None:
+    plain = resolved(max_num_seqs=8, max_num_batched_tokens=64)
+    drafting = resolved(
+        max_num_seqs=8, max_num_batched_tokens=64, spec_method="ngram", spec_tokens=3
+    )
+    assert drafting.max_num_sampled == 32
+    assert drafting.ledger.workspace - plain.ledger.workspace == 4 * 4 * 24 * 1000
+    assert (
+        resolved(max_num_seqs=8, max_num_batched_tokens=16, spec_method="ngram").max_num_sampled
+        == 16
+    )
+
+
+def test_steps_are_planned_one_at_a_time_unless_somebody_says_otherwise() -> None:
+    assert resolved(spec_method="ngram").scheduler.max_steps_in_flight == 1
+    ahead = resolved(spec_method="ngram", async_scheduling=True)
+    assert ahead.scheduler.max_steps_in_flight == 2
