@@ -233,11 +233,11 @@ class FakeExecutor:
     """Most slots of one sequence: lookahead ends there."""
     num_drafts: int = 0
     """Drafts proposed after each sample; about every fourth is wrong."""
-    next_token: NextToken = next_token_of_prefix
-    errors: dict[str, str] = field(default_factory=dict)
     num_lookahead: int | None = None
     """Slots that the drafter writes ahead, by default as many. With 0 it finds drafts in the text:
     sometimes fewer, and sometimes none."""
+    next_token: NextToken = next_token_of_prefix
+    errors: dict[str, str] = field(default_factory=dict)
     """Requests to fail in their next step."""
     bad_tokens: dict[str, int] = field(default_factory=dict)
     """Requests whose next sample is replaced by this id."""

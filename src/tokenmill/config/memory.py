@@ -37,7 +37,6 @@ class StepShape:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-
     max_num_drafts: int = 0
     """Of each request: it has a row of logits for each, and one more."""
 
@@ -46,6 +45,7 @@ class StepShape:
         """Most rows of logits that tokens are sampled from."""
         most = max(self.max_num_batched_tokens, self.max_num_seqs)
         return min(self.max_num_seqs * (1 + self.max_num_drafts), most)
+
 
 _PACKED_BLOCK_BYTES = {
     **dict.fromkeys(("Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4"), 18),

@@ -145,6 +145,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_preemptions: int = 0
     pooled: TensorData | None = None
     """float32, the result of a pooling request; it has finished."""
+    num_draft_tokens: int = 0
+    """Drafts that were checked so far, and of these, those that held."""
+    num_accepted_tokens: int = 0
 
     @property
     def finished(self) -> bool:
@@ -159,13 +162,20 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_used_blocks: int = 0
     num_blocks: int = 0
     prefix_cache_queries: int = 0
-    num_draft_tokens: int = 0
-    """Drafts that were checked so far, and of these, those that held."""
-    num_accepted_tokens: int = 0
     """Prompt tokens looked up, counted when a request is admitted."""
     prefix_cache_hits: int = 0
     num_preemptions: int = 0
     num_errors: int = 0
+    num_drafts: int = 0
+    """Steps of a request that checked drafts."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = []
+    """How often the first, second, ... draft of a request held; empty without speculation."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafts that held."""
+        return sum(self.num_accepted_tokens_per_pos)
 
     @property
     def kv_cache_usage(self) -> float:
@@ -178,13 +188,3 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
 
     outputs: list[EngineCoreOutput] = []
     stats: SchedulerStats | None = None
-    num_drafts: int = 0
-    """Steps of a request that checked drafts."""
-    num_draft_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = []
-    """How often the first, second, ... draft of a request held; empty without speculation."""
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Drafts that held."""
-        return sum(self.num_accepted_tokens_per_pos)

@@ -19,7 +19,7 @@ def build_scheduler(
         kv_cache_config,
         vocab_size=config.model.vocab_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        grammars=grammars,
         num_speculative_tokens=config.num_speculative_tokens,
         num_lookahead_tokens=0,
+        grammars=grammars,
     )

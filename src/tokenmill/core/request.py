@@ -189,7 +189,6 @@ class Request:
         return min(wanted, last) - self.num_computed_tokens
 
     @property
-    @property
     def owes_prompt_logits(self) -> bool:
         """Whether the next chunk's logits predict prompt tokens that somebody asked for."""
         return (
@@ -264,6 +263,6 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             first_scheduled_time=self.first_scheduled_time,
             num_preemptions=self.num_preemptions,
-        )
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+        )

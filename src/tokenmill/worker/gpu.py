@@ -131,6 +131,7 @@ def make_gpu_runner(
             mode=LogprobsMode.named(config.sampling.logprobs_mode),
         ),
         row_params=build_row_params(config),
+        drafter=build_drafter(config),
         hand_over=finish_later,
     )
 

@@ -59,9 +59,9 @@ from tokenmill.worker.results import (
 )
 from tokenmill.worker.rows import RowTable
 
-AttentionMetadataByLayer = Mapping[str, AttentionMetadata]
 BoolArray = npt.NDArray[np.bool_]
 
+AttentionMetadataByLayer = Mapping[str, AttentionMetadata]
 
 Finish = Callable[[], ModelRunnerOutput]
 """Makes a step's result; waits for the device."""
@@ -105,6 +105,7 @@ class ModelRunner:
         self._params = row_params or RowSamplingParams(limits.max_num_seqs, limits.vocab_size)
         self._sampler = sampler or Sampler()
         self._drafter = drafter or NullDrafter()
+        self._drafts = drafter is not None
         self._hand_over = hand_over
         self._forward_pass: ForwardPass = DirectForward(model)
         self._decode_steps: DecodeSteps = NoDecodeSteps()
@@ -161,13 +162,13 @@ class ModelRunner:
         self._inputs.update(plan)
         for request in plan.scheduled_new_reqs:
             self._params.set_row(request.row, request)
+        self._drafter.update(plan)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Run the forward pass of a plan whose differences are applied; it may be run again."""
         self._state = plan if self._decode_steps.run(plan) else self._execute(plan)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
-        self._drafter.update(plan)
         """Sample after the last forward pass, commit, and hand over the step's result."""
         state, self._state = self._state, None
         assert state is not None, "sample_tokens needs a forward pass before it"
@@ -176,6 +177,11 @@ class ModelRunner:
         assert grammar_output is None, "steps with masks are none that only decode"
         output = decode_output(state, self._decode_steps.commit())
         self.num_bad_logits += len(output.errors)
+        if self._drafts:
+            rows = np.array(state.rows, np.int64)
+            gained = np.array([bool(each) for each in output.sampled_token_ids])
+            num_tokens = self._rows.num_tokens[rows]
+            output.draft_token_ids = self._propose(state.req_ids, rows, num_tokens, gained)
         return FinishedStep(output)
 
     @torch.inference_mode()
@@ -183,11 +189,6 @@ class ModelRunner:
         batch, tensors = self._prepare_inputs(plan)
         attn_metadata = self._build_attention_metadata(tensors)
         hidden_states = self._forward(tensors, attn_metadata)
-        if self._drafts:
-            rows = np.array(state.rows, np.int64)
-            gained = np.array([bool(each) for each in output.sampled_token_ids])
-            num_tokens = self._rows.num_tokens[rows]
-            output.draft_token_ids = self._propose(state.req_ids, rows, num_tokens, gained)
         prompt_logprobs, bad_reqs = self._compute_prompt_logprobs(batch, hidden_states)
         return ExecuteModelState(
             step_id=plan.step_id,
@@ -359,12 +360,6 @@ class ModelRunner:
         )
         return output
 
-    def _commit(self, batch: InputBatch, new: NewTokens) -> None:
-        """Move the rows' counts: the next step computes what follows."""
-        num_tokens = np.where(
-            batch.num_sampled > 0, new.num_computed + 1, self._rows.num_tokens[batch.rows]
-        )
-        self._rows.commit(batch.rows, new.num_computed, num_tokens)
     def _propose(
         self, req_ids: list[str], rows: IntArray, num_tokens: IntArray, gained: BoolArray
     ) -> dict[str, list[int]]:
@@ -377,3 +372,9 @@ class ModelRunner:
             self._rows.token_ids,
         )
 
+    def _commit(self, batch: InputBatch, new: NewTokens) -> None:
+        """Move the rows' counts: the next step computes what follows."""
+        num_tokens = np.where(
+            batch.num_sampled > 0, new.num_computed + 1, self._rows.num_tokens[batch.rows]
+        )
+        self._rows.commit(batch.rows, new.num_computed, num_tokens)

@@ -55,12 +55,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             max_steps_in_flight=self.max_depth,
             num_speculative_tokens=self.num_drafts,
-        )
-        self.in_flight = []
             num_lookahead_tokens=self.num_lookahead,
         )
         self.executor = create_executor(
             self.scheduler, num_drafts=self.num_drafts, num_lookahead=self.num_lookahead
+        )
+        self.in_flight = []
         self.collector = Collector()
         self.sent = {}
         self.aborted = set()
@@ -193,13 +193,13 @@ class DraftingMachine(SchedulerMachine):
     num_drafts = 3
 
 
-class TwoInFlightMachine(SchedulerMachine):
-    max_depth = 2
-
 class LookupMachine(SchedulerMachine):
     num_drafts = 4
     num_lookahead = 0
 
+
+class TwoInFlightMachine(SchedulerMachine):
+    max_depth = 2
 
 
 class TwoInFlightDraftingMachine(SchedulerMachine):
@@ -207,15 +207,15 @@ class TwoInFlightDraftingMachine(SchedulerMachine):
     num_drafts = 2
 
 
-_settings = settings(
-    max_examples=60,
-    stateful_step_count=50,
 class TwoInFlightLookupMachine(SchedulerMachine):
     max_depth = 2
     num_drafts = 4
     num_lookahead = 0
 
 
+_settings = settings(
+    max_examples=60,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
