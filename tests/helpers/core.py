@@ -65,6 +65,7 @@ def create_scheduler(
     policy: str = "fcfs",
     max_steps_in_flight: int = 1,
     attention_cost: float = 0.0,
+    shared_tokens: int = 0,
     num_blocks: int = 1000,
     block_size: int = BLOCK_SIZE,
     num_groups: int = 1,
@@ -82,6 +83,7 @@ def create_scheduler(
         policy=policy,
         max_steps_in_flight=max_steps_in_flight,
         attention_cost=attention_cost,
+        shared_tokens=shared_tokens,
     )
     return Scheduler(
         config,

@@ -38,16 +38,20 @@ class DeviceDefaults:
     attention_slowness: float
     """How much longer an operation of attention takes than one of a product, roughly; 0 where a
     step stays short however long the past is."""
+    shared_step_seconds: float
+    """How long a step may take in which requests decode; 0: as long as any."""
 
 
 DEFAULTS = {
     "cpu": DeviceDefaults(
-        128, 2_048, 0.5, 32, async_scheduling=False, exact=True, attention_slowness=1.5
+        128, 2_048, 0.5, 32, async_scheduling=False, exact=True, attention_slowness=1.5,
+        shared_step_seconds=0.06,
     ),
     "cuda": DeviceDefaults(
-        256, 8_192, 0.9, 64, async_scheduling=True, exact=True, attention_slowness=0.0
+        256, 8_192, 0.9, 64, async_scheduling=True, exact=True, attention_slowness=0.0,
+        shared_step_seconds=0.0,
     ),
-}
+}  # fmt: skip
 
 
 def choose_device(args: EngineArgs, machine: Machine) -> tuple[str, str | None]:

@@ -95,6 +95,8 @@ class SchedulerConfig:
     attention_cost: float = 0.0
     """What a key costs that a token sees in one layer, in parts of the token's products; 0 cuts no
     chunk for its past."""
+    shared_tokens: int = 0
+    """Tokens, or as much work, of a step in which requests decode; 0 cuts no chunk for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -53,7 +54,8 @@ logger = logging.getLogger(__name__)
 POLICIES = ("fcfs", "priority")
 MAX_BLOCK_SIZE = 256
 STEP_SECONDS = 0.1
-"""A step should stay under this, so that the others' tokens keep flowing beside a long prompt."""
+"""A step should stay under this, so that a request which comes meanwhile does not wait for long.
+Steps in which requests decode have a limit of their own, `DeviceDefaults.shared_step_seconds`."""
 MIN_BUDGET = 64
 
 
@@ -113,7 +115,7 @@ def resolve(
     return EngineConfig(
         model=_model(args, path, hf_config, parameters, dtype, max_model_len, pooling),
         cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching, kv_dtype),
-        scheduler=_scheduler(args, step, max_model_len, defaults, weights, parameters),
+        scheduler=_scheduler(args, step, max_model_len, defaults, weights, parameters, flops),
         device=device,
         exact=choose_exact(args, device),
         quantization=quantization,
@@ -341,6 +343,7 @@ def _scheduler(
     defaults: DeviceDefaults,
     weights: Weights,
     parameters: ModelParameters,
+    flops: float,
 ) -> SchedulerConfig:
     ahead = args.async_scheduling
     if ahead is None:
@@ -356,12 +359,13 @@ def _scheduler(
             f"long_prefill_token_threshold={threshold} must lie between 0 (off) and"
             f" max_model_len, {max_model_len}."
         )
-    attention_cost = 0.0
+    attention_cost, shared_tokens = 0.0, 0
     if args.enable_chunked_prefill:
+        ops_per_token = _ops_per_token(weights, parameters)
         ops_per_key = 4 * parameters.num_heads * parameters.head_size
-        attention_cost = (
-            defaults.attention_slowness * ops_per_key / _ops_per_token(weights, parameters)
-        )
+        attention_cost = defaults.attention_slowness * ops_per_key / ops_per_token
+        if args.max_num_batched_tokens is None:  # else somebody has said what a step takes
+            shared_tokens = math.ceil(defaults.shared_step_seconds * flops / ops_per_token)
     return SchedulerConfig(
         max_num_seqs=step.max_num_seqs,
         max_num_batched_tokens=step.max_num_batched_tokens,
@@ -371,4 +375,5 @@ def _scheduler(
         policy=args.scheduling_policy,
         max_steps_in_flight=2 if ahead else 1,
         attention_cost=attention_cost,
+        shared_tokens=shared_tokens,
     )

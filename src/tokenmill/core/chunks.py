@@ -1,8 +1,13 @@
-"""How many tokens of a prompt a step takes: fewer, the longer the past that they attend to.
+"""How many tokens of a prompt a step takes: fewer beside requests that decode, and fewer, the
+longer the past that they attend to.
 
 Work is counted in tokens without attention: the products of one token are 1, and each key that it
 sees, in each layer, adds a little. Without this a step behind 32,000 tokens of a prompt would take
 several times as long as the first one, and the streams beside it would stand still that long.
+
+Where nobody decodes, nobody waits for the step's end but the prompts themselves, and large chunks
+serve them best. Where others do, a step ends in less time: it computes `shared_tokens`, or as much
+for prompts as for the decoding requests if those are many, so that neither of the two starves.
 """
 
 from __future__ import annotations
@@ -18,14 +23,18 @@ SLACK = 1.5
 """A step may take half as long again as one with the same tokens and no past."""
 SMALLEST = 8
 """No chunk is cut to fewer tokens: a step reads all weights for them."""
+SMALLEST_SHARE = 32
+"""Work of prompts in a step, however many decode: with fewer rows products take nearly as long."""
 
 
 class ChunkSizes:
     """Work of tokens, for a model with these groups of layers."""
 
     def __init__(self, config: SchedulerConfig, groups: Sequence[KVCacheGroup]) -> None:
-        self.budget = SLACK * config.max_num_batched_tokens
+        self._budget = SLACK * config.max_num_batched_tokens
         """Work of one step."""
+        self._shared_budget = config.shared_tokens
+        """Work of a step in which requests decode; 0 if that makes no difference."""
         self.longest = max_chunk(config)
         """Most tokens of one request."""
         self._cost_per_key = config.attention_cost
@@ -44,17 +53,30 @@ class ChunkSizes:
 
     def never_cut(self, num_tokens: int) -> bool:
         """Whether so many tokens always fit."""
-        return num_tokens <= SMALLEST or not self._cost_per_key
+        return num_tokens <= SMALLEST or not (self._cost_per_key or self._shared_budget)
 
-    def fitting(self, first: int, most: int, work: float) -> int:
-        """How many tokens from position `first` on, at most `most`, fit into `work`.
+    def room(self, decode_work: float) -> float:
+        """Work that all prompts of a step may be, beside requests that decode with so much."""
+        room = self._budget - decode_work
+        if decode_work and self._shared_budget:
+            share = max(self._shared_budget - decode_work, decode_work, SMALLEST_SHARE)
+            room = min(room, share)
+        return room
 
-        `SMALLEST` of them always do, so that every request comes forward.
+    def fitting(self, first: int, most: int, room: float, taken: float) -> int:
+        """How many tokens from position `first` on, at most `most`, fit into the `room` of which
+        other prompts have `taken` some.
+
+        `SMALLEST` of them always do if nothing is taken, so that the first prompt comes forward;
+        later ones get so many or none.
         """
         if self.never_cut(most):
             return most
+        left = room - taken
+        if taken and self.work(first, SMALLEST) > left:
+            return 0
         counts = range(SMALLEST + 1, most + 1)
-        return SMALLEST + bisect_right(counts, work, key=lambda count: self.work(first, count))
+        return SMALLEST + bisect_right(counts, left, key=lambda count: self.work(first, count))
 
 
 def _keys_seen(num_tokens: int, window: int) -> int:

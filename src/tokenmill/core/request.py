@@ -189,6 +189,11 @@ class Request:
         return min(wanted, last) - self.num_computed_tokens
 
     @property
+    def decodes(self) -> bool:
+        """Whether all but the last of its tokens are computed: each step can bring the next one."""
+        return self.num_computed_tokens >= self.num_expected_tokens - 1
+
+    @property
     def owes_prompt_logits(self) -> bool:
         """Whether the next chunk's logits predict prompt tokens that somebody asked for."""
         return (

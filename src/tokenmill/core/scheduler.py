@@ -185,7 +185,7 @@ class Scheduler:
         now = self._clock()
         self._abort_overdue(now)
         plan, budget = SchedulerOutput(self._next_step_id), self.config.max_num_batched_tokens
-        step = Step(plan, budget, self._chunks)
+        step = Step(plan, budget, self._chunks, self.running)
         self._schedule_running(step)
         if not step.num_preempted:
             self._schedule_waiting(step, now)

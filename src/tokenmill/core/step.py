@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tokenmill.contracts.plan import BlockIds, NewRequestData, SchedulerOutput
@@ -17,17 +18,26 @@ class Step:
     token_budget: int
     """Tokens that may still be scheduled."""
     chunks: ChunkSizes
+    running: Mapping[str, Request] = field(default_factory=dict)
+    """All that run, whether or not they are in the step yet."""
     requests: list[Request] = field(default_factory=list)
     num_preempted: int = 0
 
     def fitting(self, num_computed_tokens: int, wanted: int) -> int:
-        """How many of the `wanted` next tokens of a request the step still takes."""
+        """How many of the `wanted` next tokens of a request the step still takes; 0 if other
+        prompts leave no room.
+        """
         most = min(wanted, self.chunks.longest, self.token_budget)
         if self.chunks.never_cut(most):
             return most
+        work = self.chunks.work
+        decode_work = sum(
+            work(each.num_computed_tokens, 1) for each in self.running.values() if each.decodes
+        )
         counts = zip(self.requests, self.plan.num_scheduled_tokens, strict=True)
-        work = sum(self.chunks.work(each.num_computed_tokens, count) for each, count in counts)
-        return self.chunks.fitting(num_computed_tokens, most, self.chunks.budget - work)
+        taken = sum(work(each.num_computed_tokens, n) for each, n in counts if not each.decodes)
+        room = self.chunks.room(decode_work)
+        return self.chunks.fitting(num_computed_tokens, most, room, taken)
 
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Schedule the request's next tokens; its drafts are the last of them."""

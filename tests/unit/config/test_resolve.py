@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tokenmill.config.engine_args import EngineArgs
-from tokenmill.config.engine_config import EngineConfig
+from tokenmill.config.engine_config import EngineConfig, SchedulerConfig
 from tokenmill.config.machine import Accelerator, Machine
 from tokenmill.config.memory import Weights, render, summary
 from tokenmill.config.parameters import read_parameters, rope_parameters
@@ -261,6 +261,25 @@ def test_a_key_costs_its_part_of_a_tokens_products() -> None:
     assert doubled.scheduler.attention_cost == 2 * config.scheduler.attention_cost
     assert resolved(enable_chunked_prefill=False).scheduler.attention_cost == 0
     assert resolved(on=gpu_machine()).scheduler.attention_cost == 0
+
+
+def test_steps_in_which_others_decode_are_shorter_unless_their_size_is_set() -> None:
+    def scheduler(num_values: int = 160_000_000, **settings: object) -> SchedulerConfig:
+        return resolve(
+            EngineArgs(**settings),
+            path="model",
+            config=CONFIG,
+            tensor_shapes={"layers": (num_values // 10_000, 10_000)},
+            tensor_formats={"layers": "BF16"},
+            machine=Machine(2, 24 * GIB, 24 * GIB, isa="avx512"),
+        ).scheduler
+
+    shared = scheduler()
+    assert 64 < shared.shared_tokens < shared.max_num_batched_tokens
+    assert scheduler(max_num_batched_tokens=512).shared_tokens == 0
+    assert scheduler(enable_chunked_prefill=False).shared_tokens == 0
+    assert 1 <= scheduler(num_values=4_000_000_000).shared_tokens < 8
+    assert resolved(on=gpu_machine()).scheduler.shared_tokens == 0
 
 
 def test_without_chunking_a_step_holds_the_longest_prompt() -> None:

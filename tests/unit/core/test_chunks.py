@@ -13,13 +13,15 @@ from helpers.core import (
     settle,
 )
 from tokenmill.config.engine_config import SchedulerConfig
-from tokenmill.core.chunks import SLACK, SMALLEST, ChunkSizes
+from tokenmill.core.chunks import SLACK, SMALLEST, SMALLEST_SHARE, ChunkSizes
 
 BUDGET = 64
 
 
-def chunk_sizes(cost: float, windows: list[int | None]) -> ChunkSizes:
-    config = SchedulerConfig(4, BUDGET, 4096, 0, True, "fcfs", 1, attention_cost=cost)
+def chunk_sizes(cost: float, windows: list[int | None], shared_tokens: int = 0) -> ChunkSizes:
+    config = SchedulerConfig(
+        4, BUDGET, 4096, 0, True, "fcfs", 1, attention_cost=cost, shared_tokens=shared_tokens
+    )
     return ChunkSizes(config, create_kv_cache_config(windows=windows).groups)
 
 
@@ -39,10 +41,29 @@ def test_what_fits_is_the_most_that_does():
     chunks = chunk_sizes(0.01, [None, 100])
     for first in (0, 10, 100, 500, 4000):
         for work in (0.0, 20.0, 96.0, 1e3):
-            count = chunks.fitting(first, 200, work)
+            count = chunks.fitting(first, 200, work, 0.0)
             assert SMALLEST <= count <= 200
             assert count == SMALLEST or chunks.work(first, count) <= work
             assert count == 200 or chunks.work(first, count + 1) > work
+
+
+def test_behind_another_prompt_less_than_the_smallest_chunk_is_none():
+    chunks = chunk_sizes(0.01, [None])
+    for first in (0, 100, 4000):
+        smallest = chunks.work(first, SMALLEST)
+        assert chunks.fitting(first, 200, 50.0 + smallest, 50.0) == SMALLEST
+        assert chunks.fitting(first, 200, 49.9 + smallest, 50.0) == 0
+        assert chunks.fitting(first, SMALLEST, 0.0, 50.0) == SMALLEST
+
+
+def test_prompts_have_what_is_left_of_a_shared_step_or_as_much_as_the_decoding_requests():
+    chunks = chunk_sizes(0.0, [None], shared_tokens=48)
+    assert chunks.room(0) == SLACK * BUDGET
+    assert chunks.room(1) == 47
+    assert chunks.room(20) == SMALLEST_SHARE
+    assert chunks.room(40) == 40
+    assert chunks.room(70) == SLACK * BUDGET - 70
+    assert chunk_sizes(0.0, [None]).room(20) == SLACK * BUDGET - 20
 
 
 def prompt_chunks(scheduler, request_id):
@@ -110,3 +131,67 @@ def test_small_steps_come_forward_behind_any_past():
     add(scheduler, create_request(200, request_id="a"), create_request(200, request_id="b"))
     assert sum(prompt_chunks(scheduler, "b")) >= 199
     assert not scheduler.has_unfinished_requests()
+
+
+def decoding(scheduler, num_requests):
+    """Start so many requests with short prompts, and let them get their first tokens."""
+    others = [create_request([9 + i] * 4, request_id=f"{i}", max_tokens=200) for i in range(8)]
+    add(scheduler, *others[:num_requests])
+    settle(scheduler, scheduler.schedule())
+    assert all(request.decodes for request in scheduler.running.values())
+
+
+@pytest.mark.parametrize(("num_decoding", "chunk"), [(0, 64), (1, 47), (8, 40)])
+def test_beside_requests_that_decode_a_prompt_takes_less(num_decoding, chunk):
+    scheduler = create_scheduler(
+        max_num_batched_tokens=BUDGET, max_model_len=1024, shared_tokens=48
+    )
+    if num_decoding:
+        decoding(scheduler, num_decoding)
+    add(scheduler, create_request(500, request_id="long"))
+    counts = planned(scheduler.schedule())
+    assert counts.pop("long") == chunk
+    assert list(counts.values()) == [1] * num_decoding
+
+
+def test_once_nobody_decodes_the_chunks_are_large_again():
+    scheduler = create_scheduler(
+        max_num_batched_tokens=BUDGET, max_model_len=1024, shared_tokens=40
+    )
+    decoding(scheduler, 1)
+    add(scheduler, create_request(500, request_id="long"))
+    settle(scheduler, scheduler.schedule())
+    scheduler.abort_requests(["0"])
+    assert planned(scheduler.schedule()) == {"long": BUDGET}
+
+
+def test_prompts_in_one_step_share_what_is_left():
+    scheduler = create_scheduler(
+        max_num_batched_tokens=BUDGET, max_model_len=1024, shared_tokens=48
+    )
+    decoding(scheduler, 2)
+    prompts = [create_request([50 + i] * 20, request_id=name) for i, name in enumerate("abc")]
+    add(scheduler, *prompts)
+    plans = []
+    while set("abc") & set(scheduler.requests):
+        plan = scheduler.schedule()
+        plans.append({key: count for key, count in planned(plan).items() if key in "abc"})
+        settle(scheduler, plan)
+    assert plans[0] == {"a": 20, "b": 20}  # 6 are left, less than the smallest chunk
+    assert plans[1]["c"] == 20
+
+
+def test_a_prompt_in_pieces_leaves_nothing_to_those_behind_it():
+    scheduler = create_scheduler(
+        max_num_batched_tokens=BUDGET, max_model_len=1024, shared_tokens=48
+    )
+    decoding(scheduler, 1)
+    add(scheduler, create_request(200, request_id="long"), create_request(30, request_id="next"))
+    order = []
+    while "next" in scheduler.requests:
+        plan = scheduler.schedule()
+        order.append(planned(plan))
+        settle(scheduler, plan)
+    assert [step.get("long") for step in order[:5]] == [47, 47, 47, 47, 12]
+    assert all("next" not in step for step in order[:4])
+    assert order[4]["next"] == 30

@@ -42,8 +42,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         caching=st.sampled_from([True, True, False]),
         windows=st.sampled_from([[None], [None], [None, None], [6], [None, 5], [9, None, 1]]),
+        chunks=st.sampled_from([(0.0, 0), (0.5, 0), (0.5, 4), (2.0, 30)]),
     )
-    def build(self, num_blocks, budget, threshold, policy, caching, windows):
+    def build(self, num_blocks, budget, threshold, policy, caching, windows, chunks):
         self.scheduler = create_scheduler(
             num_blocks=1 + (num_blocks - 1) * len(windows),
             windows=windows,
@@ -51,6 +52,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=40,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=threshold,
+            attention_cost=chunks[0],
+            shared_tokens=chunks[1],
             policy=policy,
             enable_prefix_caching=caching,
             max_steps_in_flight=self.max_depth,
@@ -253,6 +256,7 @@ def test_b074_b083_a_crowd_in_a_tiny_pool(num_requests, max_depth, num_drafts, w
         policy=rnd.choice(["fcfs", "priority"]),
         caching=True,
         windows=windows,
+        chunks=rnd.choice([(0.0, 0), (2.0, 30)]),
     )
     for _ in range(num_requests):
         machine.arrive(
