@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenmill.entrypoints.beam_search import BeamSearchParams
     from tokenmill.entrypoints.llm import LLM
     from tokenmill.errors import TokenmillError
+    from tokenmill.lora_request import LoRARequest
     from tokenmill.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
     from tokenmill.pooling_outputs import (
         ClassificationRequestOutput,
@@ -50,6 +51,7 @@ _HOME = {
     "EmbeddingRequestOutput": "tokenmill.pooling_outputs",
     "ClassificationRequestOutput": "tokenmill.pooling_outputs",
     "ScoringRequestOutput": "tokenmill.pooling_outputs",
+    "LoRARequest": "tokenmill.lora_request",
     "LogitsProcessor": "tokenmill.contracts.logits_processor",
     "ProcessorContext": "tokenmill.contracts.logits_processor",
     "RepetitionDetectionParams": "tokenmill.repetition",
@@ -66,6 +68,7 @@ __all__ = [
     "EngineArgs",
     "FlatLogprobs",
     "LLMEngine",
+    "LoRARequest",
     "LogitsProcessor",
     "Logprob",
     "PoolingParams",

@@ -4,6 +4,7 @@
     ├── InvalidRequestError (ValueError)      the request is wrong          400
     │   ├── UnknownArgumentError (TypeError)  a keyword nobody knows        400
     │   ├── ContextLengthExceededError        prompt and model do not fit   400
+    │   ├── AdapterError                      an adapter does not fit       400
     │   └── ChatTemplateError                 a template refused or failed  400
     ├── ConfigError (ValueError)              the engine cannot be built so
     │   └── MemoryBudgetError                 ... because memory is short
@@ -61,6 +62,12 @@ class ChatTemplateError(InvalidRequestError):
     """A chat template is missing, refused the messages, or broke a limit of its sandbox."""
 
     code = "chat_template_error"
+
+
+class AdapterError(InvalidRequestError):
+    """A LoRA adapter that cannot be read, or does not fit the model; nothing of it is taken in."""
+
+    code = "invalid_adapter"
 
 
 class ConfigError(TokenmillError, ValueError):

@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"tokenizer"},
     {"checkpoint"},
     {"observe"},
-    {"outputs", "sampling_params", "pooling_outputs", "pooling_params"},
+    {"outputs", "sampling_params", "pooling_outputs", "pooling_params", "lora_request"},
     {"structured_outputs"},
     {"repetition"},
     {"parameter_checks"},

@@ -123,6 +123,19 @@ class EngineArgs:
     """Short for `speculative_config`'s method."""
     spec_tokens: int | None = None
     """Short for its num_speculative_tokens."""
+    enable_lora: bool = False
+    """Take LoRA adapters: requests choose one by name (see docs/lora.md)."""
+    max_loras: int = 1
+    """Most adapters whose requests run at the same time; requests for others wait."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter."""
+    max_cpu_loras: int | None = None
+    """Most adapters kept in the host's memory, at least max_loras, which it is by default; others
+    are read again when they are asked for."""
+    lora_dtype: str = "auto"
+    """Type of the adapters' matrices: auto (that of activations), bfloat16 or float32."""
+    lora_target_modules: list[str] | None = None
+    """Names of the modules that adapters may change, such as q_proj; any by default."""
     skip_tokenizer_init: bool = False
     """Work with token ids only; text goes neither in nor out."""
 

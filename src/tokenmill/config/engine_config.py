@@ -112,6 +112,21 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """Low-rank adapters."""
+
+    max_loras: int
+    """Most adapters at work at the same time."""
+    max_lora_rank: int
+    max_cpu_loras: int
+    """Most adapters kept in the host's memory, at least `max_loras`."""
+    dtype: str
+    """Of their matrices."""
+    target_modules: tuple[str, ...] = ()
+    """Last parts of the names of modules that adapters may change; empty: any."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryLedger:
     """Where the memory goes, in bytes, by arithmetic (`memory.py`)."""
 
@@ -127,12 +142,13 @@ class MemoryLedger:
     """Of state-space layers."""
     num_state_blocks: int = 0
     """Their blocks, the null block included."""
+    adapters: int = 0
 
     @property
     def left(self) -> int:
         """Bytes that nobody has a claim on."""
         taken = self.weights + self.workspace + self.reserve + self.states + self.kv_pool
-        return self.available - taken
+        return self.available - taken - self.adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +191,8 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     speculation: SpeculativeConfig | None = None
     """None makes no drafts."""
+    lora: LoRAConfig | None = None
+    """None takes no adapters."""
     reasons: tuple[Reason, ...] = ()
 
     @property

@@ -5,6 +5,7 @@ available now
   - workspace        buffers of a step, tables of the rows, logits
   - reserve          the interpreter, libraries, the allocator's slack
   - states           of state-space layers, for the sequences that run and for prefix hits
+  - adapters         room for those at work and those kept on the host
   = left             the KV pool may take a share of this
 """
 
@@ -16,7 +17,7 @@ from math import prod
 
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX
 from tokenmill.config.dtypes import DTYPE_BYTES, kv_head_bytes
-from tokenmill.config.engine_config import EngineConfig, MemoryLedger
+from tokenmill.config.engine_config import EngineConfig, LoRAConfig, MemoryLedger
 from tokenmill.config.machine import Machine
 from tokenmill.config.parameters import ModelParameters
 from tokenmill.config.state_space import num_state_blocks
@@ -142,12 +143,35 @@ def workspace_bytes(parameters: ModelParameters, shape: StepShape) -> int:
     return 4 * (shape.max_num_batched_tokens * activations + logits + tables)
 
 
+def adapter_bytes(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]], device: str) -> int:
+    """Bytes of the slots of a model with these tensors, and of the adapters kept beside them."""
+    kept = lora.max_cpu_loras if device == "cpu" else 0
+    return (lora.max_loras + kept) * slot_bytes(lora, shapes)
+
+
+def slot_bytes(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes of one adapter of the largest rank: each rank is a row and a column of every matrix."""
+    num_values = sum(
+        sum(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and _may_be_adapted(name.split("."), lora.target_modules)
+    )
+    return lora.max_lora_rank * num_values * DTYPE_BYTES[lora.dtype]
+
+
+def _may_be_adapted(name: list[str], target_modules: tuple[str, ...]) -> bool:
+    """Whether a tensor is the matrix of a layer, and of no expert."""
+    is_in_layer = any(part.isdigit() for part in name) and "experts" not in name
+    return is_in_layer and (not target_modules or not set(target_modules).isdisjoint(name))
+
+
 def empty_ledger(
     machine: Machine,
     weights: Weights,
     parameters: ModelParameters,
     step: StepShape,
     device: str,
+    lora: LoRAConfig | None = None,
 ) -> MemoryLedger:
     """What is taken of the device's memory before the KV pool is sized."""
     if device == "cpu":
@@ -162,6 +186,7 @@ def empty_ledger(
         reserve=reserve,
         kv_pool=0,
         kv_tokens=0,
+        adapters=0 if lora is None else adapter_bytes(lora, weights.shapes, device),
     )
     if parameters.states is None:
         return ledger
@@ -182,6 +207,8 @@ def render(ledger: MemoryLedger) -> str:
     ]
     if ledger.states:
         rows.insert(-2, ("states", ledger.states, f"  {ledger.num_state_blocks:,} blocks"))
+    if ledger.adapters:
+        rows.insert(-2, ("adapters", ledger.adapters, ""))
     return "\n".join(f"  {name:<10}{format_bytes(size):>12}{more}" for name, size, more in rows)
 
 

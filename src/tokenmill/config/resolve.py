@@ -37,6 +37,7 @@ from tokenmill.config.engine_config import (
 from tokenmill.config.kv_cache_dtype import choose_kv_dtype
 from tokenmill.config.kv_layout import kv_layout
 from tokenmill.config.kv_pool import PoolSize, size_pool
+from tokenmill.config.lora import resolve_lora
 from tokenmill.config.machine import Machine
 from tokenmill.config.memory import StepShape, Weights, empty_ledger
 from tokenmill.config.parameters import ModelParameters, at_least, one_of, read_parameters
@@ -84,10 +85,8 @@ def resolve(
     machine: Machine,
     implementation: str = "tokenmill",
 ) -> EngineConfig:
-    """Settle every setting.
-
-    `config` and the tensors describe the model's files at `path`; it runs on `implementation`'s
-    code. Raises `ConfigError`, and `MemoryBudgetError` where it does not fit `machine`.
+    """Settle every setting; `config` and the tensors are those of the files at `path`, on the code
+    of `implementation`. Raises `ConfigError`, `MemoryBudgetError` where it does not fit `machine`.
     """
     choices = _Choices()
     hf_config = apply_overrides(config, args.hf_overrides)
@@ -95,6 +94,7 @@ def resolve(
     device = _device(args, machine, choices)
     defaults = DEFAULTS[device]
     dtype = _dtype(args, device, choices)
+    lora = resolve_lora(args, dtype, device)
     block_size = _block_size(args, defaults, choices)
     num_threads = _num_threads(args, machine, choices)
     max_model_len = _max_model_len(args, parameters, choices)
@@ -108,7 +108,7 @@ def resolve(
     num_seqs = _max_num_seqs(args, budget, defaults, choices)
     step = StepShape(num_seqs, budget, max_model_len, max_drafts(speculation))
     layout = kv_layout(hf_config, parameters, implementation, step, block_size, kv_dtype)
-    ledger = empty_ledger(machine, weights, parameters, step, device)
+    ledger = empty_ledger(machine, weights, parameters, step, device, lora)
     fraction = defaults.kv_cache_memory_fraction
     pool = size_pool(args, step, layout, ledger=ledger, default_fraction=fraction)
     max_model_len = _what_fits(max_model_len, pool, choices)
@@ -130,6 +130,7 @@ def resolve(
         reasoning_parser=check_reasoning_parser(args.reasoning_parser),
         structured_outputs=read_structured_outputs_config(args.structured_outputs_config),
         speculation=speculation,
+        lora=lora,
         reasons=tuple(choices.reasons),
     )
 

@@ -49,10 +49,24 @@ class MultiModalFeature(msgspec.Struct, array_like=True, omit_defaults=True, fro
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
-    """A LoRA adapter, by a key that is unique for each load of its weights."""
+    """A LoRA adapter, by a key of its weights."""
 
     name: str
     load_id: str
+    """Hex SHA-256 of its content: part of the block hashes, so that other weights under the same
+    name share no blocks, and the same weights do."""
+    path: str = ""
+    """The directory that it is read from where the core does not have it any more."""
+
+
+class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
+    """What loading an adapter has shown."""
+
+    load_id: str
+    rank: int
+    """The largest one of its matrices."""
+    num_modules: int
+    """Projections of the model that it changes."""
 
 
 class TokenRules(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
-from tokenmill.contracts.request import EngineCoreRequest
+from tokenmill.contracts.request import AdapterInfo, EngineCoreRequest
 from tokenmill.contracts.result import ModelRunnerOutput
 from tokenmill.errors import InvalidRequestError
 
@@ -29,6 +30,12 @@ class Executor(Protocol):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
         """Sample after the forward pass that was started last."""
+        ...
+
+    def load_adapter(self, directory: str) -> Future[AdapterInfo]:
+        """Have the workers read an adapter and check it, beside the steps. The result raises
+        `AdapterError` for one that is not good.
+        """
         ...
 
     def shutdown(self) -> None:

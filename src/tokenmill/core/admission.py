@@ -7,6 +7,7 @@ Features add rules of their own in `build.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,10 @@ class AcceptanceRule(Protocol):
 
 class ReadinessRule(Protocol):
     """Holds back what cannot start yet."""
+
+    def begin_pass(self, running: Mapping[str, Request]) -> None:
+        """Waiting requests will be asked for, in their order, beside those that run, by id."""
+        ...
 
     def wait_reason(self, request: Request) -> str | None:
         """Why the request may not start now, in a few words; None if it may."""
@@ -83,6 +88,9 @@ class HasTokensToGenerate:
 
 class OutputSettled:
     """A preempted request resumes once the tokens it has in flight are known."""
+
+    def begin_pass(self, running: Mapping[str, Request]) -> None:
+        """It is the same in every pass."""
 
     def wait_reason(self, request: Request) -> str | None:
         return "output in flight" if request.num_steps_in_flight else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.seams import GrammarManager
+from tokenmill.core.adapters import AdapterReady
 from tokenmill.core.scheduler import Scheduler
 
 
@@ -22,4 +23,5 @@ def build_scheduler(
         num_speculative_tokens=config.num_speculative_tokens,
         num_lookahead_tokens=0,
         grammars=grammars,
+        readiness_rules=[AdapterReady(config.lora.max_loras)] if config.lora else [],
     )

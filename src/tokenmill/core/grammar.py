@@ -7,6 +7,8 @@ one chunk. When nothing can follow any more the request ends, as if it had sampl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tokenmill.contracts.seams import GrammarManager
 from tokenmill.core.request import Request, RequestStatus
 from tokenmill.core.stop import Stop, append_tokens
@@ -22,6 +24,9 @@ class GrammarReady:
 
     def __init__(self, grammars: GrammarManager) -> None:
         self._grammars = grammars
+
+    def begin_pass(self, running: Mapping[str, Request]) -> None:
+        """It is the same in every pass."""
 
     def wait_reason(self, request: Request) -> str | None:
         if not request.is_structured or self._grammars.is_ready(request.request_id):

@@ -17,6 +17,7 @@ from tokenmill.checkpoint.names import resolve_model
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig, Reason
+from tokenmill.config.lora import check_adapted_model
 from tokenmill.config.machine import Machine, read_machine
 from tokenmill.config.memory import render
 from tokenmill.config.resolve import apply_overrides, resolve
@@ -116,6 +117,7 @@ def settle_config(args: EngineArgs, checkpoint: Checkpoint) -> EngineConfig:
         implementation=implementation,
     )
     config = replace(config, model=replace(config.model, implementation=implementation))
+    check_adapted_model(config)
     if implementation != NATIVE and args.model_impl == "auto":
         why = f"there is no native family for {config.model.architecture}"
         reasons = (*config.reasons, Reason("model_impl", implementation, why))

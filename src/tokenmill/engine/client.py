@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from tokenmill.contracts.request import EngineCoreOutputs, EngineCoreRequest
+from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.engine.core import EngineCore
 
 
@@ -42,6 +42,12 @@ class EngineCoreClient(Protocol):
         """
         ...
 
+    def load_adapter(self, directory: str) -> Future[AdapterInfo]:
+        """Have an adapter read and checked; the result raises `AdapterError` for one that is not
+        good. Of a core elsewhere it is there after a later `get_outputs`.
+        """
+        ...
+
     def shutdown(self) -> None:
         """End the core; may be called twice."""
         ...
@@ -68,6 +74,9 @@ class InProcessClient:
         done: Future[bool] = Future()
         done.set_result(self.core.scheduler.reset_prefix_cache())
         return done
+
+    def load_adapter(self, directory: str) -> Future[AdapterInfo]:
+        return self.core.load_adapter(directory)
 
     def shutdown(self) -> None:
         self.core.shutdown()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Protocol
 
 from tokenmill.contracts.plan import SchedulerOutput
-from tokenmill.contracts.request import EngineCoreOutputs, EngineCoreRequest
+from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.contracts.seams import Executor, GrammarManager, NoGrammars, StepFuture
 from tokenmill.core.scheduler import Scheduler
 from tokenmill.errors import EngineDeadError, InvalidRequestError
@@ -78,6 +79,14 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests in any state; their steps in flight settle without them."""
         self.scheduler.abort_requests(request_ids)
+
+    def load_adapter(self, directory: str) -> Future[AdapterInfo]:
+        """Have an adapter read and checked, beside the steps; the result may raise `AdapterError`.
+
+        Raises `EngineDeadError` if the engine was shut down.
+        """
+        self._check_alive()
+        return self._executor.load_adapter(directory)
 
     def has_requests(self) -> bool:
         """Whether another `step` is needed."""

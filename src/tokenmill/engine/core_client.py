@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -14,13 +15,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import zmq
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.contracts.request import EngineCoreOutputs, EngineCoreRequest
+from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.engine import wire
 from tokenmill.engine.status_page import StatusPage
 from tokenmill.errors import EngineDeadError
@@ -62,6 +63,9 @@ class ProcessClient:
         self._socket.connect(address)
         self._process = _spawn(address, self.page.fd)
         self._resets: deque[Future[bool]] = deque()
+        self._loading: dict[int, Future[AdapterInfo]] = {}
+        """Adapters that the core reads, by the numbers of our questions."""
+        self._numbers = itertools.count()
         self._closed = False
         level = logging.getLogger("tokenmill").getEffectiveLevel()
         self.send(wire.Setup(factory, args, config, level))
@@ -108,6 +112,9 @@ class ProcessClient:
                     if not reset.cancelled():
                         reset.set_result(done)
                     return message
+                case wire.AdapterLoaded(number, info, error):
+                    self._answer(self._loading.pop(number), info, error)
+                    return message
                 case wire.Ready():
                     self._remove_directory()  # the two are connected: nobody else shall be
                     return message
@@ -146,6 +153,25 @@ class ProcessClient:
         self.send(wire.ResetPrefixCache())
         self._resets.append(reset)
         return reset
+
+    def load_adapter(self, directory: str) -> Future[AdapterInfo]:
+        loading: Future[AdapterInfo] = Future()
+        number = next(self._numbers)
+        self.send(wire.LoadAdapter(number, directory))
+        self._loading[number] = loading
+        return loading
+
+    @staticmethod
+    def _answer(
+        loading: Future[AdapterInfo], info: AdapterInfo | None, error: wire.ErrorInfo | None
+    ) -> None:
+        if loading.cancelled():
+            return
+        if info is not None:
+            loading.set_result(info)
+        else:
+            assert error is not None
+            loading.set_exception(wire.rebuild(error))
 
     def shutdown(self) -> None:
         """Ask the core to end, wait for a while, and close."""
@@ -194,8 +220,9 @@ class ProcessClient:
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        for reset in self._resets:
-            reset.set_exception(EngineDeadError(f"The engine core {self.how_it_ended()}."))
+        unanswered: list[Future[Any]] = [*self._resets, *self._loading.values()]
+        for waiting in unanswered:
+            waiting.set_exception(EngineDeadError(f"The engine core {self.how_it_ended()}."))
         self._socket.close()
         self._context.term()
         if self.exit_fd is not None:

@@ -15,10 +15,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import zmq
 
-from tokenmill.contracts.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from tokenmill.contracts.request import (
+    AdapterInfo,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+)
 from tokenmill.engine import wire
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.lifeline import start_lifeline
@@ -33,6 +39,8 @@ takes nothing in."""
 _PAUSE_POLL_MS = 100
 _HELD_BACK_POLL_MS = (1, 50)
 """Shortest and longest wait while requests are there but none may start."""
+_ADAPTER_POLL_MS = 5
+"""Between two looks at whether an adapter has been read, while there is nothing else to do."""
 _PROGRESS_INTERVAL = 0.05
 """Seconds between two messages on how far the model is loaded."""
 _LINGER_MS = 1000
@@ -91,6 +99,8 @@ class CoreLoop:
         self._stats_sent: SchedulerStats | None = None
         self._held_back_ms = 0
         """Time to wait before the next attempt at a step; grows while nothing may start."""
+        self._loading: list[tuple[int, Future[AdapterInfo]]] = []
+        """Adapters that are being read, with the numbers of the questions."""
         core.journal = page
 
     def run(self) -> None:
@@ -109,6 +119,7 @@ class CoreLoop:
         """
         self._page.turn()
         self._send_refusals()
+        self._send_adapters()
         message = self._channel.receive(self._patience_ms())
         while message is not None:
             if isinstance(message, wire.Stop):
@@ -123,7 +134,7 @@ class CoreLoop:
 
     def _patience_ms(self) -> int | None:
         if not self._core.has_requests():
-            return None
+            return _ADAPTER_POLL_MS if self._loading else None
         return _PAUSE_POLL_MS if self._is_paused() else self._held_back_ms
 
     def _is_paused(self) -> bool:
@@ -141,6 +152,8 @@ class CoreLoop:
             case wire.ResetPrefixCache():
                 done = self._core.scheduler.reset_prefix_cache()
                 self._channel.send(wire.PrefixCacheReset(done))
+            case wire.LoadAdapter(number, directory):
+                self._loading.append((number, self._core.load_adapter(directory)))
             case _:
                 raise AssertionError(f"{type(message).__name__} comes at another time")
 
@@ -155,6 +168,15 @@ class CoreLoop:
         """Tell of requests that were queued and then found to be wrong."""
         for request_id, error in self._core.take_refusals():
             self._channel.send(wire.Refusal(request_id, wire.describe(error)))
+
+    def _send_adapters(self) -> None:
+        """Answer for the adapters that have been read by now."""
+        for number, loading in [each for each in self._loading if each[1].done()]:
+            self._loading.remove((number, loading))
+            error = loading.exception()
+            info = None if error is not None else loading.result()
+            described = None if error is None else wire.describe(error)
+            self._channel.send(wire.AdapterLoaded(number, info, described))
 
     def _step(self) -> None:
         num_settled = self._core.num_settled_steps

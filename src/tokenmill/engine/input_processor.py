@@ -16,7 +16,7 @@ from typing import Any
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.structured_outputs import same_backend
 from tokenmill.contracts.logits_processor import load_processors
-from tokenmill.contracts.request import EngineCoreRequest, TokenRules
+from tokenmill.contracts.request import AdapterRef, EngineCoreRequest, TokenRules
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
 from tokenmill.engine.token_rules import token_rules
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
@@ -79,6 +79,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        adapter: AdapterRef | None = None,
     ) -> ProcessedInput:
         """Check one request and make its core requests.
 
@@ -107,7 +108,14 @@ class InputProcessor:
             params=params,
             children=[
                 self._core_request(
-                    token_ids, parsed, params, rules, child_seed(seed, i), priority, arrived
+                    token_ids,
+                    parsed,
+                    params,
+                    rules,
+                    child_seed(seed, i),
+                    priority,
+                    arrived,
+                    adapter,
                 )
                 for i in range(params.n)
             ],
@@ -126,6 +134,7 @@ class InputProcessor:
         seed: int,
         priority: int,
         arrival_time: float,
+        adapter: AdapterRef | None,
     ) -> EngineCoreRequest:
         room = self._max_model_len - len(token_ids)
         eos, *more_eos = self.end_token_ids or (None,)
@@ -148,6 +157,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=parsed.cache_salt,
             token_rules=rules,
+            adapter=adapter,
         )
 
     def _token_ids(self, parsed: ParsedPrompt, params: RequestParams) -> list[int]:

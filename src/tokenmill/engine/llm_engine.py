@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tokenmill.config.memory import summary
+from tokenmill.contracts.request import AdapterRef
+from tokenmill.engine.adapters import AdapterRegistry
 from tokenmill.engine.client import EngineCoreClient
 from tokenmill.engine.input_processor import InputProcessor, RequestParams
 from tokenmill.engine.interrupts import interrupts_deferred
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.errors import EngineDeadError
+from tokenmill.lora_request import LoRARequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
 
@@ -49,6 +52,7 @@ class LLMEngine:
         self._input_processor = input_processor
         self._client = client
         self._output_processor = output_processor
+        self._adapters = AdapterRegistry(is_enabled=config.lora is not None)
         self._undelivered: list[RequestOutput] = []
         self._closed = False
 
@@ -67,23 +71,38 @@ class LLMEngine:
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request; the same id may be used more than once.
 
         `prompt` has one of the forms of `prompts.py`. Without `params` the model's defaults apply.
-        Raises `InvalidRequestError` before anything is queued.
+        An adapter that is not known yet, or whose files have changed, is read first. Raises
+        `InvalidRequestError` before anything is queued.
         """
         self._check_open()
+        adapter = None if lora_request is None else self.load_adapter(lora_request)
         source = self._input_processor.process(
             request_id,
             prompt,
             self.default_params if params is None else params,
             priority=priority,
             arrival_time=arrival_time,
+            adapter=adapter,
         )
         with interrupts_deferred():
             self._client.add_requests(source.children)
             self._output_processor.add_request(source)
+
+    def load_adapter(self, request: LoRARequest) -> AdapterRef:
+        """Read an adapter, unless it is known and its files are the same, and wait for that.
+
+        Raises `AdapterError` for one that is not good; requests under way go on.
+        """
+        self._check_open()
+        loading = self._adapters.begin(request)
+        if loading.known is not None:
+            return loading.known
+        return self._adapters.finish(loading, self._client.load_adapter(loading.path).result())
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and return what it brought. Ctrl-C takes effect after it."""

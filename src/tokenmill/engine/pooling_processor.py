@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.contracts.request import EngineCoreRequest, PoolingRequest
+from tokenmill.contracts.request import AdapterRef, EngineCoreRequest, PoolingRequest
 from tokenmill.engine.input_processor import (
     InputProcessor,
     ProcessedInput,
@@ -46,6 +46,7 @@ class PoolingProcessor(InputProcessor):
         *,
         priority: int = 0,
         arrival_time: float | None = None,
+        adapter: AdapterRef | None = None,
     ) -> ProcessedInput:
         """Check one request and make its core request.
 
@@ -53,6 +54,7 @@ class PoolingProcessor(InputProcessor):
         than the model takes.
         """
         check_caller(request_id, arrival_time)
+        assert adapter is None, "models that pool take no adapters"
         wanted = self._wanted(params)
         assert isinstance(params, PoolingParams)
         self._check_priority(priority)

@@ -3,9 +3,11 @@
 msgspec structs as msgpack arrays over one ZMQ socket, in order. Nothing is ever unpickled: the
 bytes decode to these types or not at all.
 
-    front end -> core    Setup, once; then AddRequests, AbortRequests, ResetPrefixCache, Stop
+    front end -> core    Setup, once; then AddRequests, AbortRequests, ResetPrefixCache,
+                         LoadAdapter, Stop
     core -> front end    LogRecord at any time; LoadProgress while it starts; StartupFailure, or the
-                         first statistics and Ready; then StepOutputs, Refusal, PrefixCacheReset
+                         first statistics and Ready; then StepOutputs, Refusal, PrefixCacheReset,
+                         AdapterLoaded
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import msgspec
 import tokenmill.errors
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.contracts.request import EngineCoreOutputs, EngineCoreRequest
+from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.errors import EngineDeadError, InvalidRequestError, TokenmillError
 
 
@@ -51,6 +53,14 @@ class ResetPrefixCache(msgspec.Struct, array_like=True, tag=3):
 
 class Stop(msgspec.Struct, array_like=True, tag=4):
     """End the process."""
+
+
+class LoadAdapter(msgspec.Struct, array_like=True, tag=5):
+    """Read an adapter and check it; answered by `AdapterLoaded`."""
+
+    number: int
+    """Of the question; the answer repeats it."""
+    directory: str
 
 
 class LogRecord(msgspec.Struct, array_like=True, tag=0):
@@ -109,9 +119,24 @@ class PrefixCacheReset(msgspec.Struct, array_like=True, tag=6):
     done: bool
 
 
-ToCore = Setup | AddRequests | AbortRequests | ResetPrefixCache | Stop
+class AdapterLoaded(msgspec.Struct, array_like=True, tag=7):
+    """Answer to `LoadAdapter`: one of the two."""
+
+    number: int
+    info: AdapterInfo | None
+    error: ErrorInfo | None
+
+
+ToCore = Setup | AddRequests | AbortRequests | ResetPrefixCache | Stop | LoadAdapter
 FromCore = (
-    LogRecord | LoadProgress | StartupFailure | Ready | StepOutputs | Refusal | PrefixCacheReset
+    LogRecord
+    | LoadProgress
+    | StartupFailure
+    | Ready
+    | StepOutputs
+    | Refusal
+    | PrefixCacheReset
+    | AdapterLoaded
 )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import numbers
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -18,8 +17,10 @@ from tokenmill.entrypoints import pooling
 from tokenmill.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from tokenmill.entrypoints.chat.render import render_chat
 from tokenmill.entrypoints.chat.templates import read_template
+from tokenmill.entrypoints.per_prompt import as_list, as_prompts, final_only, is_list, one_each
 from tokenmill.entrypoints.progress import request_progress, start_progress
 from tokenmill.errors import InvalidRequestError, refuse_unknown
+from tokenmill.lora_request import LoRARequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.pooling_outputs import (
     ClassificationRequestOutput,
@@ -29,7 +30,7 @@ from tokenmill.pooling_outputs import (
 )
 from tokenmill.pooling_params import PoolingParams
 from tokenmill.pooling_params import pooling_task as checked_task
-from tokenmill.sampling_params import RequestOutputKind, SamplingParams
+from tokenmill.sampling_params import SamplingParams
 from tokenmill.tokenizer.reasoning import resolve_reasoning_parser
 
 Message = Mapping[str, Any]
@@ -76,37 +77,41 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs come in the order of the prompts.
 
         A prompt is a string, a list of token ids, or a dict (`engine/prompts.py`). Parameters are
         one for all prompts or one for each; None takes the model's defaults. `use_tqdm` shows a
-        progress bar on a terminal. `priority` holds a number for each prompt.
+        progress bar on a terminal. `lora_request` is the adapter of all prompts, or a list with one
+        or None for each (`enable_lora`). `priority` holds a number for each prompt.
 
         A prompt that is refused (`InvalidRequestError`) stops the call before anything runs. A
         request that fails while it runs has `finish_reason` `error`; the others go on. Ctrl-C
         aborts the requests of this call and leaves the engine usable.
         """
-        prompt_list = _as_prompts(prompts)
+        prompt_list = as_prompts(prompts)
         params_list = self._as_params(sampling_params, len(prompt_list))
         priorities = [0] * len(prompt_list)
         if priority is not None:
-            priorities = _as_list("priority", priority, "integers")
+            priorities = as_list("priority", priority, "integers")
         if len(priorities) != len(prompt_list):
             raise InvalidRequestError(
                 f"priority has {len(priorities)} entries for {len(prompt_list)} prompts;"
                 f" give one for each.",
                 parameter="priority",
             )
+        adapters = one_each("lora_request", lora_request, LoRARequest, len(prompt_list))
         with self._turn:
-            return self._run(prompt_list, params_list, priorities, use_tqdm)
+            return self._run(prompt_list, params_list, use_tqdm, priorities, adapters)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = True,
         concurrency_limit: int | None = None,
     ) -> list[RequestOutput]:
@@ -123,12 +128,12 @@ class LLM:
         engine = self.llm_engine
         searches = [
             BeamSearch(prompt, params, engine.config, engine.end_token_ids)
-            for prompt in _as_prompts(prompts)
+            for prompt in as_prompts(prompts)
         ]
         limit = len(searches) if concurrency_limit is None else max(concurrency_limit, 1)
         with self._turn, request_progress(len(searches), shown=use_tqdm) as advance:
             for begin in range(0, len(searches), limit):
-                self._search(searches[begin : begin + limit])
+                self._search(searches[begin : begin + limit], lora_request)
                 for search in searches[begin : begin + limit]:
                     advance(search.result(None))
         return [search.result(engine.tokenizer) for search in searches]
@@ -139,6 +144,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -149,7 +155,7 @@ class LLM:
 
         Raises `ChatTemplateError` if the model has no chat template or it refuses the messages.
         """
-        one = not _is_list(messages) or not messages or isinstance(messages[0], Mapping)
+        one = not is_list(messages) or not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         prompts = [
             self.chat_prompt(
@@ -162,7 +168,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def encode(
         self,
@@ -239,18 +245,18 @@ class LLM:
         task: str | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        prompt_list = _as_prompts(prompts)
+        prompt_list = as_prompts(prompts)
         config = pooling.pooling_of(self.llm_engine.config, what)
         given: list[Any] = [params] * len(prompt_list)
         if params is not None and not isinstance(params, PoolingParams):
-            given = _as_list("pooling_params", params, "PoolingParams")
+            given = as_list("pooling_params", params, "PoolingParams")
         given = pooling.paired(given, prompt_list, ("pooling_params", "prompts"))
         params_list = [
             pooling.with_task(each, task or getattr(each, "task", None) or config.tasks[0])
             for each in given
         ]
         with self._turn:
-            return self._run(prompt_list, params_list, [0] * len(prompt_list), use_tqdm)
+            return self._run(prompt_list, params_list, use_tqdm)
 
     def chat_prompt(
         self,
@@ -305,7 +311,7 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * num_prompts
-        params = _as_list("sampling_params", given, "SamplingParams")
+        params = as_list("sampling_params", given, "SamplingParams")
         if len(params) != num_prompts:
             raise InvalidRequestError(
                 f"sampling_params has {len(params)} entries for {num_prompts} prompts;"
@@ -314,13 +320,18 @@ class LLM:
             )
         return params
 
-    def _search(self, searches: list[BeamSearch]) -> None:
+    def _search(self, searches: list[BeamSearch], adapter: LoRARequest | None) -> None:
         """Extend all beams of these searches, step by step, until all are done."""
         while running := [search for search in searches if not search.is_done]:
             asked = [search.prompts() for search in running]
             prompts = [prompt for each in asked for prompt in each]
             outputs = iter(
-                self._run(prompts, [running[0].request] * len(prompts), [0] * len(prompts), False)
+                self._run(
+                    prompts,
+                    [running[0].request] * len(prompts),
+                    use_tqdm=False,
+                    adapters=[adapter] * len(prompts),
+                )
             )
             for search, each in zip(running, asked, strict=True):
                 search.advance([next(outputs) for _ in each])
@@ -329,19 +340,29 @@ class LLM:
         self,
         prompts: list[Prompt],
         params_list: Sequence[RequestParams],
-        priorities: list[int],
         use_tqdm: bool,
+        priorities: Sequence[int] | None = None,
+        adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Queue all, step until all are done. Whatever happens, none of them stays behind."""
         request_ids = [f"generate-{next(self._request_ids)}" for _ in prompts]
         mine = frozenset(request_ids)
         finished: dict[str, RequestOutput] = {}
         try:
-            for request_id, prompt, params, priority in zip(
-                request_ids, prompts, params_list, priorities, strict=True
+            for request_id, prompt, params, priority, adapter in zip(
+                request_ids,
+                prompts,
+                params_list,
+                priorities or [0] * len(prompts),
+                adapters or [None] * len(prompts),
+                strict=True,
             ):
                 self.llm_engine.add_request(
-                    request_id, prompt, _final_only(params), priority=priority
+                    request_id,
+                    prompt,
+                    final_only(params),
+                    priority=priority,
+                    lora_request=adapter,
                 )
             with request_progress(len(prompts), shown=use_tqdm) as advance:
                 while len(finished) < len(prompts):
@@ -352,38 +373,3 @@ class LLM:
         finally:
             self.llm_engine.abort_request([i for i in request_ids if i not in finished])
         return [finished[request_id] for request_id in request_ids]
-
-
-def _final_only(params: RequestParams) -> RequestParams:
-    if isinstance(params, PoolingParams):
-        return params
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(
-            f"sampling_params holds a {type(params).__name__}; it must be SamplingParams.",
-            parameter="sampling_params",
-        )
-    return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)
-
-
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """A single prompt in any form, or a sequence of prompts, as a list."""
-    if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
-        return [prompts]  # type: ignore[list-item]
-    prompt_list = list(prompts)
-    if not prompt_list:
-        raise InvalidRequestError("prompts is empty; give at least one.", parameter="prompts")
-    if isinstance(prompt_list[0], int | numbers.Integral):
-        return [prompt_list]
-    return prompt_list
-
-
-def _as_list(name: str, value: Any, what: str) -> list[Any]:
-    if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise InvalidRequestError(
-            f"{name} is a {type(value).__name__}; it must be a list of {what}.", parameter=name
-        )
-    return list(value)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

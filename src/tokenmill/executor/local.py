@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
+from tokenmill.contracts.request import AdapterInfo
 from tokenmill.contracts.result import ModelRunnerOutput
 from tokenmill.contracts.seams import StepFuture
 from tokenmill.errors import EngineDeadError
@@ -18,6 +19,11 @@ class LocalExecutor:
 
     def __init__(self, worker: Worker) -> None:
         self._worker: Worker | None = worker
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="tokenmill-adapters")
+
+    def load_adapter(self, directory: str) -> Future[AdapterInfo]:
+        """Read an adapter in a thread of its own."""
+        return self._reading.submit(self._running_worker().load_adapter, directory)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Start the forward pass of a plan."""
@@ -29,6 +35,7 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         """Finish the steps under way and free the model and its cache; may be called twice."""
+        self._reading.shutdown(cancel_futures=True)
         self._worker = None
 
     def _running_worker(self) -> Worker:

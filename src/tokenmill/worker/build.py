@@ -10,6 +10,7 @@ import torch
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.features.lora.build import build_adapters
 from tokenmill.features.spec.build import build_drafter
 from tokenmill.kernels import native
 from tokenmill.layers.kernels import layer_kernels, uses_native_kernels
@@ -64,6 +65,7 @@ def build_worker(
         ),
         sampler=Sampler(mode=LogprobsMode.named(config.sampling.logprobs_mode)),
         row_params=build_row_params(config),
+        adapters=build_adapters(config, model),
         drafter=build_drafter(config),
     )
     if config.graphs != "off" and uses_native_kernels(config.model.dtype):

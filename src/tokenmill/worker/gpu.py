@@ -20,12 +20,14 @@ from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.memory import GPU_RESERVE_BYTES, format_bytes
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.errors import ConfigError, MemoryBudgetError
+from tokenmill.features.lora.build import OnGpu, build_adapters
 from tokenmill.features.spec.build import build_drafter
 from tokenmill.layers.gpu import GpuKernels, WeightFormat
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 from tokenmill.sampling.gpu import GpuSampler
 from tokenmill.sampling.logprobs import LogprobsMode
+from tokenmill.worker.adapters import RowAdapters
 from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.graphs.cuda import CudaGraphRecorder, GraphSizes
 from tokenmill.worker.graphs.forward import checked
@@ -71,11 +73,12 @@ def build_gpu_worker(
     weight_format = cast(WeightFormat, config.quantization or "plain")
     kernels = GpuKernels(device, exact=config.exact, weight_format=weight_format)
     model = load_model(config.model, checkpoint, on_progress, kernels=kernels)
+    adapters = build_adapters(config, model, OnGpu(device, Staging(device).stage_into))
     weights = torch.cuda.memory_allocated(device)
     planned = kv_cache_config(config, model)
     step = _measure_step(config, model, replace(planned, num_blocks=2), device)
     cache = _fit(planned, step, device)
-    runner = make_gpu_runner(config, model, cache, device)
+    runner = make_gpu_runner(config, model, cache, device, adapters)
     _annotate(runner)
     if config.graphs != "off" and _can_be_captured(runner):
         record = CudaGraphRecorder(
@@ -99,7 +102,11 @@ def _can_be_captured(runner: ModelRunner) -> bool:
 
 
 def make_gpu_runner(
-    config: EngineConfig, model: CausalLM, cache: KVCacheConfig, device: torch.device
+    config: EngineConfig,
+    model: CausalLM,
+    cache: KVCacheConfig,
+    device: torch.device,
+    adapters: RowAdapters | None = None,
 ) -> ModelRunner:
     """A runner whose rows are mirrored on `device`, and whose results are finished later."""
     scheduler = config.scheduler
@@ -131,6 +138,7 @@ def make_gpu_runner(
             mode=LogprobsMode.named(config.sampling.logprobs_mode),
         ),
         row_params=build_row_params(config),
+        adapters=adapters,
         drafter=build_drafter(config),
         hand_over=finish_later,
     )

@@ -34,6 +34,7 @@ from tokenmill.models.base import CausalLM
 from tokenmill.sampling.grammar_mask import GrammarMask
 from tokenmill.sampling.row_params import RowSamplingParams
 from tokenmill.sampling.sampler import Sampler, Samples, TokenSampler
+from tokenmill.worker.adapters import NoAdapters, RowAdapters
 from tokenmill.worker.batch import (
     BatchShape,
     BatchTensors,
@@ -87,6 +88,7 @@ class ModelRunner:
         sampler: TokenSampler | None = None,
         row_params: RowSamplingParams | None = None,
         drafter: Drafter | None = None,
+        adapters: RowAdapters | None = None,
         hand_over: Callable[[Finish], StepFuture] = finish_now,
     ) -> None:
         self._model = model
@@ -105,6 +107,7 @@ class ModelRunner:
         self._params = row_params or RowSamplingParams(limits.max_num_seqs, limits.vocab_size)
         self._sampler = sampler or Sampler()
         self._drafter = drafter or NullDrafter()
+        self.adapters: RowAdapters = adapters or NoAdapters()
         self._drafts = drafter is not None
         self._hand_over = hand_over
         self._forward_pass: ForwardPass = DirectForward(model)
@@ -130,6 +133,7 @@ class ModelRunner:
             self._params,
             self.limits,
             self._draw,
+            self.adapters.native_rows,
         )
 
     @torch.inference_mode()
@@ -160,12 +164,14 @@ class ModelRunner:
     def update_states(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows; once for each plan, in order."""
         self._inputs.update(plan)
+        self.adapters.update(plan)
         for request in plan.scheduled_new_reqs:
             self._params.set_row(request.row, request)
         self._drafter.update(plan)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Run the forward pass of a plan whose differences are applied; it may be run again."""
+        self.adapters.check(plan)
         self._state = plan if self._decode_steps.run(plan) else self._execute(plan)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
@@ -219,7 +225,9 @@ class ModelRunner:
 
     def _prepare_inputs(self, plan: SchedulerOutput) -> tuple[InputBatch, BatchTensors]:
         batch = gather_batch(plan, self._rows)
-        return batch, self._inputs.fill(batch, self._forward_pass.padded(batch.shape))
+        tensors = self._inputs.fill(batch, self._forward_pass.padded(batch.shape))
+        self.adapters.fill(batch.rows, batch.num_scheduled_tokens, tensors.shape.num_tokens)
+        return batch, tensors
 
     def _blank_step(self, shape: BatchShape) -> tuple[BatchTensors, AttentionMetadataByLayer]:
         tensors = self._inputs.blank(shape)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
+from tokenmill.contracts.request import AdapterInfo
 from tokenmill.contracts.result import ModelRunnerOutput
 from tokenmill.contracts.seams import StepFuture
 from tokenmill.worker.model_runner import ModelRunner
@@ -50,6 +51,10 @@ class Worker:
         self._plan = SchedulerOutput(step_id=-1)
         self._forward: _Failure | None = None
         """Of the plan's forward pass; None if it succeeded."""
+
+    def load_adapter(self, directory: str) -> AdapterInfo:
+        """Read an adapter and check it. From any thread. Raises `AdapterError`."""
+        return self.runner.adapters.load(directory)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Apply a plan and run its forward pass."""

@@ -315,6 +315,9 @@ class HoldBack:
     def __init__(self, *held):
         self.held = set(held)
 
+    def begin_pass(self, running):
+        """Nothing changes."""
+
     def wait_reason(self, request):
         return "grammar" if request.request_id in self.held else None
 

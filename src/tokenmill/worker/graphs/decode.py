@@ -39,6 +39,7 @@ class NativeDecodeSteps:
         attention_groups: Sequence[AttentionGroup],
         inputs: HostInputs,
         params: RowSamplingParams,
+        adapter_rows: Any = None,
     ) -> None:
         """Raises `NotRecordableError` where a part is not native."""
         if not forward.embeds:
@@ -65,6 +66,7 @@ class NativeDecodeSteps:
             head_input=head.input,
             logits=head.logits,
             columns=columns,
+            adapters=adapter_rows,
         )
         self._held = forward, head  # whose memory the step works on
 
@@ -130,8 +132,10 @@ def record_decode_steps(
     params: RowSamplingParams,
     limits: RunnerLimits,
     draw_otherwise: Callable[[SchedulerOutput], list[list[int]]],
+    adapter_rows: Any = None,
 ) -> DecodeSteps:
-    """Native steps where everything is recorded, none where something cannot be.
+    """Native steps where everything is recorded, none where something cannot be. They tell
+    `adapter_rows`, if there are any, which rows they compute.
 
     Where the forward pass is checked, steps are compared with what `draw_otherwise` draws.
     """
@@ -142,7 +146,7 @@ def record_decode_steps(
     try:
         num_rows = min(limits.logits_slab, limits.max_num_seqs)
         head = RecordedHead(model, recorded.hidden_states, num_rows)
-        steps = NativeDecodeSteps(recorded, head, attention_groups, inputs, params)
+        steps = NativeDecodeSteps(recorded, head, attention_groups, inputs, params, adapter_rows)
     except NotRecordableError as error:
         logger.info("steps that only decode are not made in native calls: %s", error)
         return NoDecodeSteps()

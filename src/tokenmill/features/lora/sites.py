@@ -1,0 +1,80 @@
+"""The layers of a model that adapters can change: linear ones, as the checkpoint names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tokenmill.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A linear layer, perhaps of several projections."""
+
+    name: str
+    """Of the module, such as `model.layers.0.self_attn.qkv_proj`."""
+    linear: Linear
+    modules: tuple[str, ...]
+    """What the model's checkpoint calls its projections, in the order of the layer's columns."""
+    widths: tuple[int, ...]
+    """Their columns."""
+    in_features: int
+
+    @property
+    def row_order(self) -> torch.Tensor | None:
+        """Of the layer's columns, where it keeps them in another order than the checkpoint."""
+        order: torch.Tensor | None = getattr(self.linear, "order", None)
+        return order
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A projection: a part of a site."""
+
+    site: int
+    part: int
+
+
+def find_sites(model: object, target_modules: Iterable[str] = ()) -> list[Site]:
+    """Every linear layer inside of the model's numbered layers, in their order.
+
+    With `target_modules`, only those with a projection whose name ends in one of these.
+    """
+    assert isinstance(model, nn.Module)
+    wanted, sites = set(target_modules), []
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and any(part.isdigit() for part in name.split(".")):
+            site = _site(name, module)
+            if not wanted or any(_last(each) in wanted for each in site.modules):
+                sites.append(site)
+    return sites
+
+
+def places(sites: Iterable[Site], target_modules: Iterable[str] = ()) -> dict[str, Place]:
+    """Where each projection lies, by the checkpoint's name for it."""
+    wanted = set(target_modules)
+    return {
+        module: Place(index, part)
+        for index, site in enumerate(sites)
+        for part, module in enumerate(site.modules)
+        if not wanted or _last(module) in wanted
+    }
+
+
+def _site(name: str, linear: Linear) -> Site:
+    slots = [slot for slot in linear.weight_slots(name) if slot.name.endswith(".weight")]
+    return Site(
+        name=name,
+        linear=linear,
+        modules=tuple(slot.name.removesuffix(".weight") for slot in slots),
+        widths=tuple(linear.parts.values()),
+        in_features=slots[0].shape[0 if linear.is_transposed else 1],
+    )
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
