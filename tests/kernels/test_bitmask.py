@@ -17,10 +17,8 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the nat
 
 @pytest.fixture(params=isas.OF_ROWS, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    module, before = native.module(), native.active_isa()
-    module.set_active_isa(request.param)
-    yield
-    module.set_active_isa(before)
+    with isas.active(request.param):
+        yield
 
 
 def random_words(rng: np.random.Generator, num_rows: int, vocab_size: int) -> np.ndarray:

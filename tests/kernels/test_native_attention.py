@@ -35,11 +35,8 @@ TOLERANCE = {"bfloat16": 2e-2, "int8": 2e-2, "float32": 2e-5}
 
 @pytest.fixture(params=isas.OF_ATTENTION, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before, threads = _native.active_isa(), _native.num_threads()
-    _native.set_active_isa(request.param)
-    yield request.param
-    _native.set_active_isa(before)
-    _native.set_num_threads(threads)
+    with isas.active(request.param):
+        yield request.param
 
 
 def check(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from helpers import isas
 from helpers.blocks import random_blocks
 from tokenmill import _native
 from tokenmill.kernels import arena, fused, native
@@ -42,12 +43,9 @@ GATES: list[ExpertGate] = ["silu", "gelu_tanh", ClampedGate(1.7, 1.5)]
 
 @pytest.fixture(params=native.isas(), autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    before, threads = _native.active_isa(), _native.num_threads()
-    _native.set_active_isa(request.param)
     torch.manual_seed(0)
-    yield
-    _native.set_active_isa(before)
-    _native.set_num_threads(threads)
+    with isas.active(request.param):
+        yield
 
 
 class PoisonedArena(arena.Arena):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from helpers import isas
 from helpers.blocks import random_blocks, whole_blocks
 from tokenmill import _native
 from tokenmill.kernels import arena, gemm, native
@@ -18,10 +19,8 @@ SHAPES = [(1, 1, 32), (3, 7, 64), (16, 32, 96), (17, 33, 32), (31, 100, 160), (7
 
 @pytest.fixture(autouse=True)
 def _same_settings_afterwards() -> Iterator[None]:
-    threads, isa = _native.num_threads(), _native.active_isa()
-    yield
-    _native.set_num_threads(threads)
-    _native.set_active_isa(isa)
+    with isas.active(native.active_isa()):
+        yield
 
 
 def generator(*seed: int) -> torch.Generator:

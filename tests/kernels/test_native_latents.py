@@ -20,11 +20,8 @@ MIXED_LENGTHS = [c.end for c in MIXED]
 
 @pytest.fixture(params=isas.OF_ATTENTION, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before, threads = _native.active_isa(), _native.num_threads()
-    _native.set_active_isa(request.param)
-    yield request.param
-    _native.set_active_isa(before)
-    _native.set_num_threads(threads)
+    with isas.active(request.param):
+        yield request.param
 
 
 def check(

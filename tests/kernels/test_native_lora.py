@@ -30,11 +30,8 @@ TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 4e-6}
 
 @pytest.fixture(params=isas.OF_ROWS, autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    before, threads = _native.active_isa(), _native.num_threads()
-    _native.set_active_isa(request.param)
-    yield
-    _native.set_active_isa(before)
-    _native.set_num_threads(threads)
+    with isas.active(request.param):
+        yield
 
 
 def low_rank(rank: int, depth: int, width: int, dtype: torch.dtype) -> LowRank:

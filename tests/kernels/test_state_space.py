@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import isas
 from helpers.states import BLOCK_SIZE, Sequences, exact_results, random_weights
 from tokenmill import _native
 from tokenmill.kernels import native
@@ -91,11 +92,8 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "torch":
         yield PlainKernels()
         return
-    before, threads = _native.active_isa(), _native.num_threads()
-    _native.set_active_isa(request.param)
-    yield NativeKernels()
-    _native.set_active_isa(before)
-    _native.set_num_threads(threads)
+    with isas.active(request.param):
+        yield NativeKernels()
 
 
 @pytest.fixture(params=SHAPES)

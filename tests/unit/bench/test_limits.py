@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers import isas
 from tokenmill.entrypoints.bench.limits import NativeLimits, TorchLimits, best_seconds, limits_of
 from tokenmill.kernels import native
 
@@ -24,11 +25,16 @@ def test_our_kernels_are_measured_by_our_own_instructions():
     assert floats.measured_as.startswith("float32 with AVX")
 
 
-@pytest.mark.parametrize(("isa", "words"), [("avx2", "AVX2"), ("portable", "vectors of 128 bits")])
+@pytest.mark.parametrize(
+    ("isa", "words"),
+    [
+        (isa, words)
+        for isa, words in (("avx2", "AVX2"), ("portable", "vectors of 128 bits"))
+        if isa in native.isas()
+    ],
+)
 def test_lower_levels_are_measured_by_what_they_multiply_with(isa, words):
-    module, before = native.module(), native.active_isa()
-    module.set_active_isa(isa)
-    try:
+    with isas.active(isa):
         limits = limits_of("cpu", "bfloat16")
         assert 1e8 < limits.read_bandwidth(1 << 20) < 1e13
         for blocks, kind in ((False, "float32"), (True, "int8")):
@@ -36,23 +42,18 @@ def test_lower_levels_are_measured_by_what_they_multiply_with(isa, words):
             assert 1e9 < peak.flops < 1e13
             assert peak.measured_as.startswith(f"{kind} with {words}")
         with pytest.raises(RuntimeError, match="needs avx512"):
-            module.measure_peak("avx512_bf16", 1)
-    finally:
-        module.set_active_isa(before)
+            native.module().measure_peak("avx512_bf16", 1)
 
 
-def test_instructions_that_are_not_in_use_are_not_measured():
-    module = native.module()
-    before = native.active_isa()
-    module.set_active_isa("avx512")
-    try:
+@pytest.mark.parametrize("isa", [isa for isa in isas.OF_ROWS if isa == "avx512"])
+def test_instructions_that_are_not_in_use_are_not_measured(isa):
+    with isas.active(isa):
+        module = native.module()
         assert module.measure_peak("avx512_bf16", 1) > 0
         with pytest.raises(RuntimeError, match="needs amx"):
             module.measure_peak("amx_cache", 1)
         with pytest.raises(ValueError, match="no multiplier is called mmx"):
             module.measure_peak("mmx", 1)
-    finally:
-        module.set_active_isa(before)
 
 
 def test_everything_else_is_measured_by_torch(monkeypatch):

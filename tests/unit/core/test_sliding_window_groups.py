@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.core import create_kv_cache_config, create_request
+from helpers.core import create_kv_cache_config
+from helpers.kv_groups import compute, make
 from tokenmill.core.kv.manager import KVCacheManager
-from tokenmill.core.request import Request
 
 
 def create_manager(windows, num_blocks=40, *, max_step_tokens=16, max_model_len=256):
@@ -19,19 +19,6 @@ def create_manager(windows, num_blocks=40, *, max_step_tokens=16, max_model_len=
         max_step_tokens=max_step_tokens,
         verify_hits=True,
     )
-
-
-def make(prompt):
-    return Request(create_request(prompt), max_total_tokens=10_000)
-
-
-def compute(kv, request, count, computed=None):
-    """Allocate slots for the next `count` tokens and settle them."""
-    hits = {} if computed is None else {"computed": computed}
-    assert kv.allocate_slots(request, count, **hits) is not None
-    request.num_computed_tokens += count + (0 if computed is None else computed.num_tokens)
-    kv.cache_blocks(request, request.num_computed_tokens)
-    assert kv.audit() == []
 
 
 def run(kv, prompt, chunk=4):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.core import create_kv_cache_config, create_request
+from helpers.core import create_kv_cache_config
+from helpers.kv_groups import compute, make
 from tokenmill.contracts.kv_cache import (
     KVCacheConfig,
     KVCacheGroup,
@@ -33,19 +34,6 @@ def create_manager(num_blocks=40, num_state_blocks=20):
         max_step_tokens=64,
         verify_hits=True,
     )
-
-
-def make(prompt):
-    return Request(create_request(prompt), max_total_tokens=10_000)
-
-
-def compute(kv, request, count, computed=None):
-    """Allocate slots for the next `count` tokens and settle them."""
-    hits = {} if computed is None else {"computed": computed}
-    assert kv.allocate_slots(request, count, **hits) is not None
-    request.num_computed_tokens += count + (0 if computed is None else computed.num_tokens)
-    kv.cache_blocks(request, request.num_computed_tokens)
-    assert kv.audit() == []
 
 
 def states_of(kv, request):
