@@ -296,6 +296,19 @@ def test_b044_cost_per_token_is_constant(tokenizer, kind):
     assert min(whole for _, whole in pairs) / len(ids) < 100e-6
 
 
+@TOKENIZERS
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_tokens_have_the_text_of_a_full_decode(tokenizer, data):
+    """Whole characters, parts of them, and bytes that belong to none, in any order."""
+    known = st.integers(-2, tokenizer.vocab_size + 2)
+    ids = data.draw(st.lists(known, min_size=1, max_size=40))
+    detokenizer = make_detokenizer(tokenizer, [], SamplingParams())
+    deltas, _ = stream(detokenizer, ids)
+    valid = [i for i in ids if 0 <= i < tokenizer.vocab_size]
+    assert "".join(deltas) == tokenizer.decode(valid, skip_special_tokens=True)
+
+
 def test_b044_incomplete_bytes_are_held_for_no_more_than_a_character():
     incomplete = BYTE_LEVEL.token_to_id("ä")  # the byte 0xE4
     detokenizer = make_detokenizer(BYTE_LEVEL, [], SamplingParams())

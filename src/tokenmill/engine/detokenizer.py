@@ -76,6 +76,7 @@ class IncrementalDetokenizer:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
         self._checker = StopStringChecker(params.stop or ())
+        self._has_stops = bool(params.stop)
         self._includes_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._closed = False
@@ -105,7 +106,8 @@ class IncrementalDetokenizer:
     def next_text(self, *, finished: bool, delta: bool) -> str:
         if finished:
             self._close()
-        self._show(0 if finished or self._includes_stop else self._checker.num_held)
+        held = self._has_stops and not (finished or self._includes_stop)
+        self._show(self._checker.num_held if held else 0)
         if not delta:
             self._shown = ["".join(self._shown)]
         return self._shown[-1]
@@ -126,6 +128,10 @@ class IncrementalDetokenizer:
     def _show(self, num_held: int) -> None:
         """Move all but the last `num_held` characters to the shown text, as one piece."""
         unshown = "".join(self._unshown)
-        border = len(unshown) - num_held
-        self._shown.append(unshown[:border])
-        self._unshown = [unshown[border:]]
+        if num_held:
+            border = len(unshown) - num_held
+            self._unshown = [unshown[border:]]
+            unshown = unshown[:border]
+        else:
+            self._unshown.clear()
+        self._shown.append(unshown)

@@ -33,7 +33,8 @@ class LogprobsProcessor:
         if self.positions is None or self.cumulative_logprob is None:
             return
         for entry in entries:
-            context = token_ids[: len(self.positions)]
+            end = len(self.positions)
+            context = token_ids[max(end - _MAX_CONTEXT, 0) : end]
             self.positions.append(self._position(entry, context))
             self.cumulative_logprob += entry.logprobs[0]
 
@@ -43,7 +44,8 @@ class LogprobsProcessor:
             return
         positions: list[PositionLogprobs | None] = [None]
         for i, entry in enumerate(entries, start=1):
-            positions.append(self._position(entry, prompt_token_ids[:i]))
+            context = prompt_token_ids[max(i - _MAX_CONTEXT, 0) : i]
+            positions.append(self._position(entry, context))
         self.prompt_positions = FlatLogprobs(positions) if self._is_flat else positions
 
     def _position(self, entry: TokenLogprobs, context: Sequence[int]) -> PositionLogprobs:

@@ -12,13 +12,14 @@ from tokenmill.outputs import CompletionOutput, RequestMetrics, RequestOutput
 class OutputStream:
     """Holds what its reader has not fetched yet: one output, into which later ones are merged.
 
-    One reader, in the event loop that also writes.
+    One reader, in the event loop that also writes, and in which the stream is made.
     """
 
     def __init__(self, *, delta: bool) -> None:
         self._delta = delta
         self._pending: RequestOutput | None = None
         self._error: TokenmillError | None = None
+        self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
@@ -39,7 +40,7 @@ class OutputStream:
         while self._pending is None:
             if self._error is not None:
                 raise self._error
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._loop.create_future()
             await self._reader
         output, self._pending = self._pending, None
         return output

@@ -15,6 +15,7 @@ screen.)
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -150,6 +151,8 @@ class ByteDecoding:
         self._backend = backend
         self._vocab_size = vocab_size
         self.spelling = spelling
+        self._whole_texts: dict[int, str | None] = {}
+        """What `whole_text` has found: streams ask for the same few thousand tokens."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token; empty if there is no such token."""
@@ -157,6 +160,20 @@ class ByteDecoding:
             return b""
         token = self._backend.id_to_token(token_id)
         return b"" if token is None else self.spelling.to_bytes(token)
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Text of a token that consists of whole characters; None for any other."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            pass
+        if not 0 <= token_id < self._vocab_size:  # not to be kept: there are many of those
+            return ""
+        text: str | None = None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = self.token_bytes(token_id).decode("utf-8")
+        self._whole_texts[token_id] = text
+        return text
 
     def decode(self, token_ids: Iterable[int], skipped: frozenset[int]) -> str:
         whole = b"".join(self.token_bytes(i) for i in token_ids if i not in skipped)
@@ -181,6 +198,7 @@ class _ByteStream:
         before = self._last_bytes(context)
         self._utf8.decode(before)
         incomplete, _ = self._utf8.getstate()
+        self._in_character = bool(incomplete)
         # The first text loses what is already part of the context's: the replacement of a character
         # that the context leaves unfinished, or nothing. A space is lost only at a text's start.
         self._overlap = incomplete.decode("utf-8", errors)
@@ -200,7 +218,13 @@ class _ByteStream:
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._new_text(self._utf8.decode(self._decoding.token_bytes(token_id)))
+        if not self._in_character:
+            whole = self._decoding.whole_text(token_id)
+            if whole is not None:
+                return self._new_text(whole) if self._overlap else whole
+        text = self._utf8.decode(self._decoding.token_bytes(token_id))
+        self._in_character = bool(self._utf8.getstate()[0])
+        return self._new_text(text)
 
     def finish(self) -> str:
         return self._new_text(self._utf8.decode(b"", final=True))

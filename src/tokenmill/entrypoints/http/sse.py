@@ -100,10 +100,11 @@ class EventStream(_Answer):
         self._produce = produce
         self._last_write = 0.0
         self._send: Send
+        self._loop: asyncio.AbstractEventLoop
 
     async def _work(self, send: Send) -> None:
-        self._send = send
-        self._last_write = asyncio.get_running_loop().time()
+        self._send, self._loop = send, asyncio.get_running_loop()
+        self._last_write = self._loop.time()
         keeping_alive = asyncio.create_task(self._keep_alive())
         try:
             await self._produce(self._write)
@@ -121,7 +122,7 @@ class EventStream(_Answer):
     async def _write(self, data: bytes) -> None:
         if self._record.status == 0:
             await self._begin()
-        self._last_write = asyncio.get_running_loop().time()
+        self._last_write = self._loop.time()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _begin(self) -> None:
@@ -144,7 +145,7 @@ class EventStream(_Answer):
     async def _keep_alive(self) -> None:
         """A comment whenever nothing has been written for a while."""
         interval = self._state.args.stream_keep_alive
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         while True:
             await asyncio.sleep(interval - (loop.time() - self._last_write))
             if loop.time() - self._last_write >= interval:
