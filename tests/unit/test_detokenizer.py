@@ -212,6 +212,13 @@ def test_what_is_held_is_no_more_than_may_become_a_stop_string():
     assert detokenizer.text == "hi <e, hi <end"
 
 
+def test_nothing_is_held_of_a_stop_string_that_is_shown():
+    params = SamplingParams(stop=["<end>"], include_stop_str_in_output=True)
+    detokenizer = make_detokenizer(BYTE_LEVEL, [], params)
+    ids = [BYTE_LEVEL.token_to_id(char) for char in "a<end>b"]
+    assert stream(detokenizer, ids) == (["a", "<", "e", "n", "d", ">"], "<end>")
+
+
 @pytest.mark.parametrize(
     ("min_tokens", "text"), [(0, "a"), (3, "a"), (4, "axybxya"), (10, "axybxyaxyb")]
 )
