@@ -7,7 +7,6 @@ import logging
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -246,25 +245,6 @@ def test_the_banner_tells_memory_capacity_and_address():
         "http://127.0.0.1:1",
     ):
         assert part in text
-
-
-def test_the_files_for_services_use_flags_that_exist(environ):
-    deploy = Path(__file__).parents[2] / "deploy"
-    _, sources = settings("--config", str(deploy / "serve.yaml"))
-    given = [name for name, source in sources.items() if source.endswith("serve.yaml")]
-    assert {"model", "port", "log_format"} <= set(given)
-    unit = (deploy / "tokenmill.service").read_text()
-    (command,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
-    flags = [word for word in command.split() if word.startswith("--")]
-    container = (deploy / "Containerfile").read_text()
-    flags += [
-        "--" + part.split("=")[0].split(" ")[0].lower().replace("_", "-")
-        for part in container.split("TOKENMILL_SERVE_")[1:]
-    ]
-    known = run_cli("serve", "--help").stdout
-    assert len(flags) >= 4
-    for flag in flags:
-        assert f"{flag} " in known
 
 
 def test_json_logs_are_one_object_a_line():
