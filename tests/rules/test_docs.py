@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import tokenmill.entrypoints.http.errors  # noqa: F401 (whose classes are looked up)
+from tokenmill.errors import TokenmillError, UnknownArgumentError
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,6 +33,24 @@ def test_files_that_a_page_names_exist(page: str) -> None:
     for link in links:
         if not link.startswith(("http", "#")):
             assert ((ROOT / page).parent / link.split("#")[0]).exists(), link
+
+
+def test_every_error_of_the_server_is_in_the_table_of_its_page() -> None:
+    rows = re.findall(
+        r"^\| ([0-9, ]+) \| (.*) \|", (ROOT / "docs/serving.md").read_text(), re.MULTILINE
+    )
+    answered = [kind for kind in _subclasses(TokenmillError) if kind.http_status != 500]
+    assert len(answered) > 10
+    for kind in answered:
+        if kind is not UnknownArgumentError:  # of calls in Python
+            assert any(
+                str(kind.http_status) in statuses and f"`{kind.code}`" in codes
+                for statuses, codes in rows
+            ), kind
+
+
+def _subclasses(kind: type[TokenmillError]) -> list[type[TokenmillError]]:
+    return [each for child in kind.__subclasses__() for each in (child, *_subclasses(child))]
 
 
 def test_every_adr_has_the_same_parts() -> None:
