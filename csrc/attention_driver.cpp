@@ -8,7 +8,7 @@ namespace {
 
 AttentionKernel choose(KvFormat format) {
   if (format == KvFormat::float32) return TOKENMILL_AT_LEVEL(attention);
-  return at_level(TOKENMILL_KERNELS(AttentionKernel, attention, amx, portable, portable));
+  return at_level(TOKENMILL_KERNELS(AttentionKernel, attention, amx, dotprod, i8mm));
 }
 
 }  // namespace

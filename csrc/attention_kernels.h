@@ -23,8 +23,9 @@
 //     o         p . v from zero, with p rounded to the cache's type
 //   int8        q is rounded to bf16, and p times the scales of V
 //     amx       to bf16 as well; codes are multiplied as bf16
-//     avx512,   to int16 codes of the largest of the partition, and q to those of its largest
-//     avx2      value; codes are multiplied exactly. Both lose less than the codes of K and V do
+//     others    to codes of 16 bits of the largest of the partition, and q to those of its largest
+//               value; codes are multiplied exactly. Both lose less than the codes of K and V do
+//   bf16        products of pairs, as the processor adds them; single ones where it has no pairs
 //   partitions are merged in order: m', l' = l exp(m - m') + ..., o' likewise; out = o / l
 //   sinks       scores without values, merged last: of each row that of its head
 // Which rows share a tile, which keys a tile skips, and which threads work changes no bit of it.
@@ -184,6 +185,8 @@ void attention_amx(const AttentionCall&, const TaskQueue&, float* partials);
 void attention_avx512(const AttentionCall&, const TaskQueue&, float* partials);
 void attention_portable(const AttentionCall&, const TaskQueue&, float* partials);
 void attention_avx2(const AttentionCall&, const TaskQueue&, float* partials);
+void attention_dotprod(const AttentionCall&, const TaskQueue&, float* partials);
+void attention_i8mm(const AttentionCall&, const TaskQueue&, float* partials);
 void merge_partials_avx512(const AttentionCall&, const MergeTask&, const float* partials);
 void merge_partials_portable(const AttentionCall&, const MergeTask&, const float* partials);
 void merge_partials_avx2(const AttentionCall&, const MergeTask&, const float* partials);

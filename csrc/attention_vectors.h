@@ -12,19 +12,23 @@ namespace {  // classes, too, are compiled for each instruction set by itself
 
 #if defined(TOKENMILL_WIDE_REGISTERS)
 constexpr int kMostColumns = 1;
-constexpr int kMostRows = TOKENMILL_WIDE_REGISTERS < 8 ? 2 : 4;
+constexpr int kTileRows = TOKENMILL_WIDE_REGISTERS < 8 ? 2 : 4;
 static TOKENMILL_INLINE void keep_in_register(__m512i&) {}
 #else
 constexpr int kMostColumns = 4;
-constexpr int kMostRows = 4;
+constexpr int kTileRows = 4;
 // Compilers would load it again for each row.
 static TOKENMILL_INLINE void keep_in_register(__m512i& word) { __asm__("" : "+v"(word)); }
 #endif
 
 struct Bf16Words {
   using Value = bf16;
+  using Word = std::int32_t;  // of a row: what is multiplied with a vector of columns
   using Sum = __m512;
   static constexpr int kColumnBytes = 64;  // of 16 words in the cache
+  static constexpr bool kIsCodes = false;
+  static constexpr int kMostRows = kTileRows;
+  static constexpr float kMostCode = 0.0f;
   static Sum zero() { return _mm512_setzero_ps(); }
   static __m512i load(const std::uint8_t* columns) { return _mm512_loadu_si512(columns); }
   // The first of the two values of each word; the other may be anything in memory.
@@ -39,8 +43,12 @@ struct Bf16Words {
 
 struct FloatWords {
   using Value = float;
+  using Word = std::int32_t;
   using Sum = __m512;
   static constexpr int kColumnBytes = 64;
+  static constexpr bool kIsCodes = false;
+  static constexpr int kMostRows = kTileRows;
+  static constexpr float kMostCode = 0.0f;
   static Sum zero() { return _mm512_setzero_ps(); }
   static __m512i load(const std::uint8_t* columns) { return _mm512_loadu_si512(columns); }
   static __m512i load_first(const std::uint8_t* columns) { return load(columns); }
@@ -54,8 +62,12 @@ struct FloatWords {
 // Rows of int16 codes; a sum of 512 products with int8 codes fits 32 bits.
 struct CodeWords {
   using Value = std::int16_t;
+  using Word = std::int32_t;
   using Sum = __m512i;
   static constexpr int kColumnBytes = 32;
+  static constexpr bool kIsCodes = true;
+  static constexpr int kMostRows = kTileRows;
+  static constexpr float kMostCode = 32767.0f;
   static Sum zero() { return _mm512_setzero_si512(); }
   static __m512i load(const std::uint8_t* columns) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(columns)));
@@ -68,6 +80,11 @@ struct CodeWords {
   }
   static __m512 finish(Sum sum, __m512 scale) {
     return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+  }
+  // 16 codes of a row.
+  static void store_codes(std::int16_t* codes, __m512 values) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes),
+                        _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(values)));
   }
 };
 
@@ -92,7 +109,8 @@ struct Sums {
 
   // Adds one word of each row times load(0), ..., load(Columns - 1).
   template <class Load>
-  TOKENMILL_INLINE void add(const std::int32_t* rows, std::int64_t row_stride, const Load& load) {
+  TOKENMILL_INLINE void add(const typename Words::Word* rows, std::int64_t row_stride,
+                            const Load& load) {
     __m512i words[Columns];
     repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA {
       __m512i word = load(c.value);
@@ -100,7 +118,7 @@ struct Sums {
       words[c.value] = word;
     });
     repeat<Rows>([&](auto r) TOKENMILL_INLINE_LAMBDA {
-      const std::int32_t word = rows[r.value * row_stride];
+      const typename Words::Word word = rows[r.value * row_stride];
       repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA {
         values[r.value][c.value] = Words::add(values[r.value][c.value], words[c.value], word);
       });
@@ -109,20 +127,21 @@ struct Sums {
 };
 
 // body(Number<rows>, first row) over all rows, as many at once as there are registers for.
-template <class F>
+template <int Most, class F>
 static TOKENMILL_INLINE void in_tiles(int num_rows, const F& body) {
   int r = 0;
-  for (; r + kMostRows <= num_rows; r += kMostRows) body(Number<kMostRows>{}, r);
-  if constexpr (kMostRows > 2) {
+  for (; r + Most <= num_rows; r += Most) body(Number<Most>{}, r);
+  if constexpr (Most > 2) {
     if (num_rows - r == 3) return body(Number<3>{}, r);
     if (num_rows - r == 2) return body(Number<2>{}, r);
   }
   if (num_rows - r == 1) body(Number<1>{}, r);
 }
 
-// Rows in words of 32 bits.
+// Rows in words.
+template <class Word>
 struct WordRows {
-  const std::int32_t* data;
+  const Word* data;
   std::int64_t stride;
   int count;
 };
@@ -133,13 +152,15 @@ struct WordRows {
 template <class Words>
 class VectorProducts {
  public:
+  using Rows = WordRows<typename Words::Word>;
+
   // `size` values of a head, and how far apart results of `weighted` are.
   VectorProducts(int size, int out_stride)
       : out_stride_(out_stride), num_runs_(size / 16), code_bytes_(num_runs_ * kRunBytes) {}
 
   // out[r][column] = q[r] . k[column], for int8 times the key's scale and row_scales[r]. Columns
   // that fill up the last 32 may be anything.
-  void scores(const WordRows& q, const float* row_scales, const Units& units,
+  void scores(const Rows& q, const float* row_scales, const Units& units,
               const AheadUnit* ahead, float* out, int out_stride) const {
     const int num_groups = ceil_div(units.num_keys, kKeyGroup);
     int g = 0;
@@ -152,7 +173,7 @@ class VectorProducts {
   }
 
   // out[r] = sum of p[r][token] v[token] over the keys of the units, for int8 times row_scales[r].
-  void weighted(const WordRows& p, const float* row_scales, const Units& units,
+  void weighted(const Rows& p, const float* row_scales, const Units& units,
                 const AheadUnit* ahead, float* out) const {
     int run = 0;
     if constexpr (kMostColumns > 1) {
@@ -165,8 +186,9 @@ class VectorProducts {
   }
 
  private:
-  static constexpr bool kIsCodes = Words::kColumnBytes < 64;
-  static constexpr int kPacked = 4 / sizeof(typename Words::Value);  // values in a word
+  static constexpr bool kIsCodes = Words::kIsCodes;
+  static constexpr int kPacked =  // values in a word
+      sizeof(typename Words::Word) / sizeof(typename Words::Value);
   static constexpr int kRunWords = 16 / kPacked;
   static constexpr std::int64_t kRunBytes = kRunWords * Words::kColumnBytes;
   static constexpr int kLineWords = 64 / Words::kColumnBytes;
@@ -187,7 +209,7 @@ class VectorProducts {
   }
 
   template <int Columns>
-  void score_groups(const WordRows& q, const float* row_scales, const Units& units,
+  void score_groups(const Rows& q, const float* row_scales, const Units& units,
                     const AheadUnit* ahead, int group, int count, float* out,
                     int out_stride) const {
     const std::uint8_t* columns[Columns];
@@ -198,11 +220,11 @@ class VectorProducts {
       next[c] = half(ahead[g / 2], g % 2);
       fetch_scales(ahead[g / 2], g % 2);
     }
-    in_tiles(q.count, [&](auto rows, int r) {
+    in_tiles<Words::kMostRows>(q.count, [&](auto rows, int r) {
       constexpr int kRows = decltype(rows)::value;
       Sums<Words, kRows, Columns> sums;
       sums.clear();
-      const std::int32_t* words = q.data + r * q.stride;
+      const typename Words::Word* words = q.data + r * q.stride;
       std::int64_t at = 0;
       while (at < code_bytes_) {
         repeat<Columns>([&](auto c) TOKENMILL_INLINE_LAMBDA { fetch(next[c.value] + at); });
@@ -227,14 +249,14 @@ class VectorProducts {
   }
 
   template <int Columns>
-  void weighted_runs(const WordRows& p, const float* row_scales, const Units& units,
+  void weighted_runs(const Rows& p, const float* row_scales, const Units& units,
                      const AheadUnit* ahead, int run, float* out) const {
     constexpr std::int64_t kStride = 2 * kRunBytes;
-    in_tiles(p.count, [&](auto rows, int r) {
+    in_tiles<Words::kMostRows>(p.count, [&](auto rows, int r) {
       constexpr int kRows = decltype(rows)::value;
       Sums<Words, kRows, Columns> sums;
       sums.clear();
-      const std::int32_t* words = p.data + r * p.stride;
+      const typename Words::Word* words = p.data + r * p.stride;
       for (int i = 0; i * 16 < units.num_keys; ++i) {
         const std::uint8_t* columns =
             units.values(i / 2) + i % 2 * kRunBytes + run * kStride;
