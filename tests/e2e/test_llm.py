@@ -106,11 +106,11 @@ def test_counts_must_match(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"prompts": None}, "prompt is a NoneType"),
-        ({"prompts": b"abc"}, "prompt is a bytes"),
-        ({"prompts": "a", "sampling_params": 5}, "sampling_params is a int"),
-        ({"prompts": "a", "sampling_params": {"temperature": 1}}, "sampling_params is a dict"),
-        ({"prompts": "a", "priority": 5}, "priority is a int"),
+        ({"prompts": None}, "prompt has type NoneType"),
+        ({"prompts": b"abc"}, "prompt has type bytes"),
+        ({"prompts": "a", "sampling_params": 5}, "sampling_params has type int"),
+        ({"prompts": "a", "sampling_params": {"temperature": 1}}, "sampling_params has type dict"),
+        ({"prompts": "a", "priority": 5}, "priority has type int"),
         ({"prompts": {"prompt": "The quick" * 9, "cache_salt": "\ud800"}}, "cache_salt"),
     ],
     ids=["none", "bytes", "params", "params-dict", "priority", "salt"],

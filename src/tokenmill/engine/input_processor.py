@@ -225,7 +225,7 @@ class InputProcessor:
     def _check_params(self, params: object) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
-                f"sampling_params is a {type(params).__name__}; it must be SamplingParams.",
+                f"sampling_params has type {type(params).__name__}; it must be SamplingParams.",
                 parameter="sampling_params",
             )
         if params.logprob_token_ids is None:  # else there is a limit of its own

@@ -48,7 +48,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     if isinstance(prompt, list | tuple):
         return ParsedPrompt(None, list(prompt))
     raise InvalidRequestError(
-        f"prompt is a {type(prompt).__name__}; it must be a string, a list of token ids (of an"
+        f"prompt has type {type(prompt).__name__}; it must be a string, a list of token ids (of an"
         f" array or a tensor: .tolist()), or a dict with `prompt` or `prompt_token_ids`.",
         parameter="prompt",
     )
@@ -65,13 +65,13 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is not None and not isinstance(text, str):
         raise InvalidRequestError(
-            f"prompt['prompt'] is a {type(text).__name__}; it must be a string."
+            f"prompt['prompt'] has type {type(text).__name__}; it must be a string."
             " Give token ids as `prompt_token_ids`.",
             parameter="prompt",
         )
     if token_ids is not None and not isinstance(token_ids, list | tuple):
         raise InvalidRequestError(
-            f"prompt_token_ids is a {type(token_ids).__name__}; it must be a list of integers"
+            f"prompt_token_ids has type {type(token_ids).__name__}; it must be a list of integers"
             f" (of an array or a tensor: .tolist()).",
             parameter="prompt_token_ids",
         )

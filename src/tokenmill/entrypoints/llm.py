@@ -122,7 +122,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(
-                f"params is a {type(params).__name__}; it must be BeamSearchParams.",
+                f"params has type {type(params).__name__}; it must be BeamSearchParams.",
                 parameter="params",
             )
         engine = self.llm_engine
@@ -249,7 +249,7 @@ class LLM:
         config = pooling.pooling_of(self.llm_engine.config, what)
         given: list[Any] = [params] * len(prompt_list)
         if params is not None and not isinstance(params, PoolingParams):
-            given = as_list("pooling_params", params, "PoolingParams")
+            given = as_list("pooling_params", params, "PoolingParams, or one for all")
         given = pooling.paired(given, prompt_list, ("pooling_params", "prompts"))
         params_list = [
             pooling.with_task(each, task or getattr(each, "task", None) or config.tasks[0])
@@ -311,7 +311,7 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * num_prompts
-        params = as_list("sampling_params", given, "SamplingParams")
+        params = as_list("sampling_params", given, "SamplingParams, or one for all")
         if len(params) != num_prompts:
             raise InvalidRequestError(
                 f"sampling_params has {len(params)} entries for {num_prompts} prompts;"

@@ -64,7 +64,7 @@ def as_list(name: str, value: Any, what: str) -> list[Any]:
     """Raises `InvalidRequestError` for what is no list of such things."""
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
         raise InvalidRequestError(
-            f"{name} is a {type(value).__name__}; it must be a list of {what}.", parameter=name
+            f"{name} has type {type(value).__name__}; it must be a list of {what}.", parameter=name
         )
     return list(value)
 

@@ -42,7 +42,7 @@ def with_task(params: PoolingParams | None, task: str) -> PoolingParams:
         return PoolingParams(task=task)
     if not isinstance(params, PoolingParams):
         raise InvalidRequestError(
-            f"pooling_params is a {type(params).__name__}; it must be PoolingParams.",
+            f"pooling_params has type {type(params).__name__}; it must be PoolingParams.",
             parameter="pooling_params",
         )
     if params.task not in (None, task):

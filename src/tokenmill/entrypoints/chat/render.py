@@ -97,7 +97,7 @@ def _template_source(tokenizer: Tokenizer, chat_template: str | None, *, has_too
     if chat_template is not None:
         if not isinstance(chat_template, str):
             raise InvalidRequestError(
-                f"chat_template is a {type(chat_template).__name__}; it must be a string.",
+                f"chat_template has type {type(chat_template).__name__}; it must be a string.",
                 parameter="chat_template",
             )
         if chat_template in templates or is_source(chat_template):
