@@ -92,7 +92,10 @@ class LLM:
         aborts the requests of this call and leaves the engine usable.
         """
         prompt_list = as_prompts(prompts)
-        params_list = self._as_params(sampling_params, len(prompt_list))
+        defaults = self.get_default_sampling_params()
+        params_list = one_each(
+            "sampling_params", sampling_params, SamplingParams, len(prompt_list), defaults
+        )
         priorities = [0] * len(prompt_list)
         if priority is not None:
             priorities = as_list("priority", priority, "integers")
@@ -247,13 +250,11 @@ class LLM:
     ) -> list[RequestOutput]:
         prompt_list = as_prompts(prompts)
         config = pooling.pooling_of(self.llm_engine.config, what)
-        given: list[Any] = [params] * len(prompt_list)
-        if params is not None and not isinstance(params, PoolingParams):
-            given = as_list("pooling_params", params, "PoolingParams, or one for all")
-        given = pooling.paired(given, prompt_list, ("pooling_params", "prompts"))
         params_list = [
-            pooling.with_task(each, task or getattr(each, "task", None) or config.tasks[0])
-            for each in given
+            pooling.with_task(each, task or each.task or config.tasks[0])
+            for each in one_each(
+                "pooling_params", params, PoolingParams, len(prompt_list), PoolingParams()
+            )
         ]
         with self._turn:
             return self._run(prompt_list, params_list, use_tqdm)
@@ -303,22 +304,6 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def _as_params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        if given is None:
-            given = self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
-            return [given] * num_prompts
-        params = as_list("sampling_params", given, "SamplingParams, or one for all")
-        if len(params) != num_prompts:
-            raise InvalidRequestError(
-                f"sampling_params has {len(params)} entries for {num_prompts} prompts;"
-                f" give one, or one for each prompt.",
-                parameter="sampling_params",
-            )
-        return params
 
     def _search(self, searches: list[BeamSearch], adapter: LoRARequest | None) -> None:
         """Extend all beams of these searches, step by step, until all are done."""

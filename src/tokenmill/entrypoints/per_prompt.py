@@ -13,14 +13,15 @@ from tokenmill.pooling_params import PoolingParams
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
 
-def one_each(name: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
-    """`given`, an object of `kind`, None, or a list of as many as there are prompts, as a list.
+def one_each(name: str, given: Any, kind: type, num_prompts: int, default: Any = None) -> list[Any]:
+    """`given`, an object of `kind`, None, or a list of as many as there are prompts, as a list,
+    with the default for each None.
 
     Raises `InvalidRequestError` that names the argument.
     """
     if given is None or isinstance(given, kind):
-        return [given] * num_prompts
-    entries = as_list(name, given, kind.__name__)
+        given = [given] * num_prompts
+    entries = as_list(name, given, f"{kind.__name__}, or one for all")
     if len(entries) != num_prompts:
         raise InvalidRequestError(
             f"{name} has {len(entries)} entries for {num_prompts} prompts;"
@@ -30,21 +31,16 @@ def one_each(name: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
     for each in entries:
         if each is not None and not isinstance(each, kind):
             raise InvalidRequestError(
-                f"{name} holds a {type(each).__name__}; it must be {kind.__name__}.",
+                f"{name} holds {type(each).__name__}; each must be {kind.__name__}.",
                 parameter=name,
             )
-    return entries
+    return [default if each is None else each for each in entries]
 
 
 def final_only(params: RequestParams) -> RequestParams:
     """The parameters of a request whose output comes once, as a whole."""
     if isinstance(params, PoolingParams):
         return params
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(
-            f"sampling_params holds a {type(params).__name__}; it must be SamplingParams.",
-            parameter="sampling_params",
-        )
     return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)
 
 

@@ -36,15 +36,8 @@ def pooling_of(config: EngineConfig, what: str) -> PoolingConfig:
     return pooling
 
 
-def with_task(params: PoolingParams | None, task: str) -> PoolingParams:
+def with_task(params: PoolingParams, task: str) -> PoolingParams:
     """`params` for this task. Raises `InvalidRequestError` for those that ask for another one."""
-    if params is None:
-        return PoolingParams(task=task)
-    if not isinstance(params, PoolingParams):
-        raise InvalidRequestError(
-            f"pooling_params has type {type(params).__name__}; it must be PoolingParams.",
-            parameter="pooling_params",
-        )
     if params.task not in (None, task):
         raise InvalidRequestError(
             f"pooling_params.task={params.task!r} is not {task!r}, which this call is for.",
