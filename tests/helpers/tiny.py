@@ -47,10 +47,12 @@ def write_tiny_llama(path: Path, *, seed: int = 0, **config: Any) -> Path:
     return path
 
 
-def write_wide_llama(path: Path) -> Path:
+def write_wide_llama(path: Path, *, seed: int = 0, **config: Any) -> Path:
     """A tiny model with heads of a size that the native kernels take, and with biases."""
     return write_tiny_llama(
         path,
+        seed=seed,
+        **config,
         hidden_size=128,
         num_attention_heads=2,
         num_key_value_heads=1,

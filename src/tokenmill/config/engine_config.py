@@ -144,11 +144,14 @@ class MemoryLedger:
     """Their blocks, the null block included."""
     adapters: int = 0
 
+    draft: int = 0
+    """Of a model that drafts: weights and buffers; its K and V are in the pool's blocks."""
+
     @property
     def left(self) -> int:
         """Bytes that nobody has a claim on."""
         taken = self.weights + self.workspace + self.reserve + self.states + self.kv_pool
-        return self.available - taken - self.adapters
+        return self.available - taken - self.adapters - self.draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +202,11 @@ class EngineConfig:
     def num_speculative_tokens(self) -> int:
         """Most drafts of a request in a step."""
         return max_drafts(self.speculation)
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots behind a request's tokens that drafting writes."""
+        return 0 if self.speculation is None else self.speculation.num_lookahead_tokens
 
     @property
     def max_num_sampled(self) -> int:

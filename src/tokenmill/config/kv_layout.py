@@ -47,16 +47,21 @@ class KVLayout:
     """K and V of one token in one layer."""
     step: StepShape
     """The largest step, which tells the longest sequence as well."""
+    draft_bytes_per_token: int = 0
+    """K and V of one token in all layers of a model that drafts: it uses the same blocks."""
 
     @property
     def bytes_per_whole_block(self) -> int:
         """Bytes of `block_size` tokens in all layers: the unit of `num_kv_blocks`."""
-        return self.block_size * self.bytes_per_token * len(self.windows)
+        num_blocks = -(-len(self.windows) // self._group_size)
+        draft = num_blocks * self.block_size * self.draft_bytes_per_token
+        return self.block_size * self.bytes_per_token * len(self.windows) + draft
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of `block_size` tokens in the layers of a group."""
-        return self.block_size * self.bytes_per_token * self._group_size
+        of_group = self.bytes_per_token * self._group_size
+        return self.block_size * (of_group + self.draft_bytes_per_token)
 
     @property
     def has_windows(self) -> bool:

@@ -27,7 +27,6 @@ def size_pool(
     args: EngineArgs,
     step: StepShape,
     layout: KVLayout,
-    *,
     ledger: MemoryLedger,
     default_fraction: float,
 ) -> PoolSize:

@@ -6,6 +6,7 @@ available now
   - reserve          the interpreter, libraries, the allocator's slack
   - states           of state-space layers, for the sequences that run and for prefix hits
   - adapters         room for those at work and those kept on the host
+  - draft            the model that drafts, and buffers of its steps
   = left             the KV pool may take a share of this
 """
 
@@ -209,6 +210,8 @@ def render(ledger: MemoryLedger) -> str:
         rows.insert(-2, ("states", ledger.states, f"  {ledger.num_state_blocks:,} blocks"))
     if ledger.adapters:
         rows.insert(-2, ("adapters", ledger.adapters, ""))
+    if ledger.draft:
+        rows.insert(-2, ("draft", ledger.draft, ""))
     return "\n".join(f"  {name:<10}{format_bytes(size):>12}{more}" for name, size, more in rows)
 
 

@@ -22,6 +22,7 @@ from tokenmill.config.device import (
     flops_per_second,
     keeps_blocks,
 )
+from tokenmill.config.draft_model import DraftFiles, beside_draft, resolve_draft, with_draft
 from tokenmill.config.dtypes import canonical_dtype
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import (
@@ -84,6 +85,7 @@ def resolve(
     tensor_formats: Mapping[str, str],
     machine: Machine,
     implementation: str = "tokenmill",
+    draft: DraftFiles | None = None,
 ) -> EngineConfig:
     """Settle every setting; `config` and the tensors are those of the files at `path`, on the code
     of `implementation`. Raises `ConfigError`, `MemoryBudgetError` where it does not fit `machine`.
@@ -107,10 +109,11 @@ def resolve(
     budget = _token_budget(args, weights, parameters, flops, defaults, choices)
     num_seqs = _max_num_seqs(args, budget, defaults, choices)
     step = StepShape(num_seqs, budget, max_model_len, max_drafts(speculation))
+    speculation = resolve_draft(speculation, draft, parameters, step, dtype=dtype, kernels=kernels)
     layout = kv_layout(hf_config, parameters, implementation, step, block_size, kv_dtype)
-    ledger = empty_ledger(machine, weights, parameters, step, device, lora)
-    fraction = defaults.kv_cache_memory_fraction
-    pool = size_pool(args, step, layout, ledger=ledger, default_fraction=fraction)
+    layout = beside_draft(layout, speculation)
+    ledger = with_draft(empty_ledger(machine, weights, parameters, step, device, lora), speculation)
+    pool = size_pool(args, step, layout, ledger, defaults.kv_cache_memory_fraction)
     max_model_len = _what_fits(max_model_len, pool, choices)
     return EngineConfig(
         model=_model(args, path, hf_config, parameters, dtype, max_model_len, pooling),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
@@ -10,17 +11,36 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.parameters import ModelParameters
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 MAX_DRAFTS = 128
 MAX_LOOKUP = 64
-_DEFAULT_DRAFTS = {"ngram": 8}
+_DEFAULT_DRAFTS = {"ngram": 8, "draft_model": 4}
 _DEFAULT_LOOKUP = (3, 5)
 _NAME = "speculative_config"
 _FLAGS = {
     "method": "spec_method",
+    "model": "spec_model",
     "num_speculative_tokens": "spec_tokens",
 }
 """Settings that have an engine argument of their own, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A second, smaller model that drafts."""
+
+    path: str
+    architecture: str
+    hf_config: Mapping[str, Any]
+    dtype: str
+    quantization: str | None
+    max_model_len: int
+    """Tokens behind which it drafts nothing."""
+    vocab_size: int
+    num_bytes: int
+    """Of its weights, and of the buffers of its steps."""
+    kv_bytes_per_token: int
+    """K and V of one token in all its layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +48,8 @@ class SpeculativeConfig:
     """How drafts are made. Raises `ConfigError` for a value that cannot work."""
 
     method: str
-    """ngram: what followed the last tokens where they stood before in the request."""
+    """ngram: what followed the last tokens where they stood before in the request; draft_model:
+    what a smaller model says."""
     num_speculative_tokens: int
     """Most drafts of a request in one step, 1 to 128."""
     prompt_lookup_min: int = _DEFAULT_LOOKUP[0]
@@ -37,11 +58,25 @@ class SpeculativeConfig:
     """Most tokens that are looked for (ngram)."""
     adaptive: bool = True
     """Make fewer drafts, or none, where they do not hold or a step is bound by arithmetic."""
+    model: str | None = None
+    """The model that drafts (draft_model): a directory, a GGUF file, a hub id or an alias."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    quantization: str | None = None
+    """What the draft model's matrices become while they are loaded: int8 or int4."""
+    draft: DraftModel | None = None
+    """The model that was found; not to be set."""
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots behind a request's tokens that drafting writes."""
+        return self.num_speculative_tokens if self.method == "draft_model" else 0
 
     def __post_init__(self) -> None:
         for name, annotation in get_type_hints(SpeculativeConfig).items():
-            value = of_type(f"{_NAME}.{name}", getattr(self, name), annotation)
-            object.__setattr__(self, name, value)
+            if name != "draft":
+                value = of_type(f"{_NAME}.{name}", getattr(self, name), annotation)
+                object.__setattr__(self, name, value)
         if self.method not in METHODS:
             raise ConfigError(
                 f"{_NAME}.method={shown(self.method)} is not one of: {', '.join(METHODS)}."
@@ -58,6 +93,11 @@ class SpeculativeConfig:
                 f" prompt_lookup_max={self.prompt_lookup_max} must be in order, between 1 and"
                 f" {MAX_LOOKUP}."
             )
+        if (self.model is None) == (self.method == "draft_model"):
+            raise ConfigError(
+                f"{_NAME}.method='{self.method}' and model={shown(self.model)} do not belong"
+                f" together: draft_model needs a model, and no other method has one."
+            )
 
 
 def read_speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
@@ -69,13 +109,15 @@ def read_speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
     given = _with_flags(args)
     if not given:
         return None
-    names = [each.name for each in fields(SpeculativeConfig)]
+    names = [each.name for each in fields(SpeculativeConfig) if each.name != "draft"]
     for name in given:
         if name not in names:
             raise ConfigError(
                 f"{_NAME} has no {shown(name)}.{did_you_mean(str(name), names)}"
                 f" It takes: {', '.join(names)}."
             )
+    if "method" not in given and "model" in given:
+        given["method"] = "draft_model"
     if "method" not in given:
         raise ConfigError(f"{_NAME} needs a method: {', '.join(METHODS)}.")
     given.setdefault("num_speculative_tokens", _DEFAULT_DRAFTS.get(given["method"], 1))

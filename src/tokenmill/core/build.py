@@ -21,7 +21,7 @@ def build_scheduler(
         vocab_size=config.model.vocab_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_speculative_tokens=config.num_speculative_tokens,
-        num_lookahead_tokens=0,
+        num_lookahead_tokens=config.num_lookahead_tokens,
         grammars=grammars,
         readiness_rules=[AdapterReady(config.lora.max_loras)] if config.lora else [],
     )

@@ -15,12 +15,14 @@ from tokenmill.checkpoint.checkpoint import TokenizerData
 from tokenmill.checkpoint.dummy import open_dummy
 from tokenmill.checkpoint.names import resolve_model
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.draft_model import DraftFiles
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig, Reason
 from tokenmill.config.lora import check_adapted_model
 from tokenmill.config.machine import Machine, read_machine
 from tokenmill.config.memory import render
 from tokenmill.config.resolve import apply_overrides, resolve
+from tokenmill.config.speculation import read_speculative_config
 from tokenmill.contracts.seams import GrammarManager, NoGrammars
 from tokenmill.core.build import build_scheduler
 from tokenmill.engine.client import InProcessClient
@@ -115,6 +117,7 @@ def settle_config(args: EngineArgs, checkpoint: Checkpoint) -> EngineConfig:
         tensor_formats=checkpoint.tensor_formats,
         machine=find_machine(args),
         implementation=implementation,
+        draft=_draft_files(args),
     )
     config = replace(config, model=replace(config.model, implementation=implementation))
     check_adapted_model(config)
@@ -124,6 +127,26 @@ def settle_config(args: EngineArgs, checkpoint: Checkpoint) -> EngineConfig:
         config = replace(config, reasons=reasons)
     _log_choices(config)
     return config
+
+
+def _draft_files(args: EngineArgs) -> DraftFiles | None:
+    """The headers of the model that drafts, fetched if need be; None if none does.
+
+    Raises `ConfigError` for settings that cannot work, and what opening it raises.
+    """
+    speculation = read_speculative_config(args)
+    if speculation is None or speculation.model is None:
+        return None
+    checkpoint = open_checkpoint(resolve_model(speculation.model, speculation.revision))
+    try:
+        return DraftFiles(
+            path=str(checkpoint.path),
+            config=dict(checkpoint.config),
+            tensor_shapes=dict(checkpoint.tensor_shapes),
+            tensor_formats=dict(checkpoint.tensor_formats),
+        )
+    finally:
+        checkpoint.close()
 
 
 def settle_implementation(

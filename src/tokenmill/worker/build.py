@@ -19,6 +19,7 @@ from tokenmill.quantization.packed_blocks import Quantization
 from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.worker.bind import bind_attention
+from tokenmill.worker.draft_model import make_draft_runner
 from tokenmill.worker.graphs.cpu import record
 from tokenmill.worker.graphs.decode import record_decode_steps
 from tokenmill.worker.graphs.forward import checked
@@ -66,7 +67,7 @@ def build_worker(
         sampler=Sampler(mode=LogprobsMode.named(config.sampling.logprobs_mode)),
         row_params=build_row_params(config),
         adapters=build_adapters(config, model),
-        drafter=build_drafter(config),
+        drafter=build_drafter(config, lambda: make_draft_runner(config, cache)),
     )
     if config.graphs != "off" and uses_native_kernels(config.model.dtype):
         runner.capture(checked(record) if config.graphs == "check" else record)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -139,9 +139,13 @@ def make_gpu_runner(
         ),
         row_params=build_row_params(config),
         adapters=adapters,
-        drafter=build_drafter(config),
+        drafter=build_drafter(config, _no_draft_model),
         hand_over=finish_later,
     )
+
+
+def _no_draft_model() -> NoReturn:
+    raise AssertionError("models that draft are refused on a GPU (config/draft_model.py)")
 
 
 def _measure_step(

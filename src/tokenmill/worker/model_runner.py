@@ -145,6 +145,11 @@ class ModelRunner:
         self._model.compute_logits(hidden_states[:num_rows])
 
     @property
+    def rows(self) -> RowTable:
+        """The requests at work."""
+        return self._rows
+
+    @property
     def supports_graphs(self) -> bool:
         """Whether the launches of a step may be captured in a CUDA graph."""
         return all(group.supports_graphs for group in self._attention_groups)

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from tokenmill.config.draft_model import DraftFiles
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.machine import Machine
+from tokenmill.config.memory import render
 from tokenmill.config.resolve import resolve
 from tokenmill.config.speculation import SpeculativeConfig, read_speculative_config
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, MemoryBudgetError
 
 GIB = 1 << 30
 LLAMA = {
@@ -33,7 +35,9 @@ BAMBA = LLAMA | {
 SHAPES = {"embed": (1000, 64), "layers": (500, 1000)}
 
 
-def resolved(model: dict[str, Any] = LLAMA, **settings: Any) -> Any:
+def resolved(
+    model: dict[str, Any] = LLAMA, draft: DraftFiles | None = None, **settings: Any
+) -> Any:
     return resolve(
         EngineArgs(**settings),
         path="model",
@@ -41,6 +45,7 @@ def resolved(model: dict[str, Any] = LLAMA, **settings: Any) -> Any:
         tensor_shapes=SHAPES,
         tensor_formats=dict.fromkeys(SHAPES, "F32"),
         machine=Machine(num_cpus=2, total_memory=24 * GIB, available_memory=4 * GIB),
+        draft=draft,
     )
 
 
@@ -96,6 +101,9 @@ def test_one_length_of_a_lookup_gives_way_to_the_other(
     [
         ({"spec_method": "ngrams"}, r"method='ngrams' is not one of: .*ngram.*Did you mean"),
         ({"spec_tokens": 4}, r"needs a method: ngram"),
+        ({"spec_method": "draft_model"}, r"draft_model needs a model"),
+        ({"spec_method": "ngram", "spec_model": "x"}, r"model='x' do not belong together"),
+        ({"speculative_config": {"model": "x", "draft": {}}}, r"has no 'draft'"),
         ({"spec_method": "ngram", "spec_tokens": 0}, r"=0 must lie between 1 and 128"),
         ({"spec_method": "ngram", "spec_tokens": 129}, r"=129 must lie between 1 and 128"),
         ({"speculative_config": {"metod": "ngram"}}, r"no 'metod'.*'method'.*It takes: method"),
@@ -131,6 +139,53 @@ def test_one_length_of_a_lookup_gives_way_to_the_other(
 def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.compile(message, re.DOTALL)):
         read(**settings)
+
+
+def test_a_model_alone_means_that_it_drafts() -> None:
+    config = read(spec_model="x")
+    assert config is not None
+    assert (config.method, config.model) == ("draft_model", "x")
+    assert (config.num_speculative_tokens, config.num_lookahead_tokens) == (4, 4)
+
+
+def files(**changes: Any) -> DraftFiles:
+    shapes = {"embed": (1000, 32), "layers": (100, 32)}
+    model = LLAMA | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64} | changes
+    return DraftFiles("draft", model, shapes, dict.fromkeys(shapes, "F32"))
+
+
+def test_a_model_that_drafts_takes_its_part_of_the_memory() -> None:
+    plain = resolved(num_kv_blocks=100)
+    config = resolved(num_kv_blocks=100, spec_model="x", draft=files())
+    draft = config.speculation.draft
+    assert draft.kv_bytes_per_token == 2 * 2 * 8 * 2  # K and V, heads, head size, bf16
+    assert config.ledger.draft == draft.num_bytes > 1100 * 32 * 2
+    slots = config.cache.num_blocks * config.cache.block_size
+    assert config.ledger.kv_pool - plain.ledger.kv_pool == slots * draft.kv_bytes_per_token
+    assert "draft" in render(config.ledger)
+    assert "draft" not in render(plain.ledger)
+
+
+def test_its_context_may_be_shorter() -> None:
+    config = resolved(spec_model="x", draft=files(max_position_embeddings=100))
+    assert config.speculation.draft.max_model_len == 100
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({"vocab_size": 999}, r"model='x' has a vocabulary of 999 tokens, but .* has 1000"),
+        (BAMBA | {"hidden_size": 64}, r"model='x' has state-space layers"),
+    ],
+)
+def test_models_that_cannot_draft_are_refused(draft: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(spec_model="x", draft=files(**draft))
+
+
+def test_more_than_fits_is_refused_with_what_fits() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"largest num_kv_blocks that fits is"):
+        resolved(num_kv_blocks=10_000_000, spec_model="x", draft=files())
 
 
 def test_models_that_cannot_forget_a_token_are_refused_by_name() -> None:

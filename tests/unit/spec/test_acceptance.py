@@ -64,3 +64,13 @@ def test_kinds_are_told_apart() -> None:
         guess(rates, 1, [7], [6], kind=0)
     assert rates.rate(2, kind=1) > 0.9
     assert rates.rate(2, kind=0) < 0.1
+
+
+def test_a_row_that_is_not_asked_gets_another_chance() -> None:
+    rates = Acceptance(num_rows=1)
+    for _ in range(40):
+        guess(rates, 0, [7, 8], [6])
+    bad = rates.rate(0)
+    for _ in range(200):
+        rates.forget_slowly(0)
+    assert rates.rate(0) > 0.5 > bad

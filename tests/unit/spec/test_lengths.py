@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.features.spec.lengths import FREE_DRAFTS, StepCost, StepTimer, choose_lengths
+from tokenmill.features.spec.lengths import (
+    FREE_DRAFTS,
+    StepCost,
+    StepTimer,
+    choose_depth,
+    choose_lengths,
+)
 
 
 class Clock:
@@ -95,3 +101,31 @@ def test_a_line_never_falls() -> None:
     timer = StepTimer(largest=9, clock=clock)
     time_steps(timer, clock, [1, 9] * 10, StepCost(9.0, -0.5))
     assert timer.cost.per_token == 0.0
+
+
+@given(
+    rates=st.lists(st.floats(0.06, 0.98), min_size=1, max_size=4),
+    base=st.floats(0.1, 30.0),
+    pass_seconds=st.floats(0.0, 3.0),
+)
+def test_no_other_depth_brings_more_a_second(
+    rates: list[float], base: float, pass_seconds: float
+) -> None:
+    cost, most = StepCost(base, 1.0), [5, 3, 5, 0][: len(rates)]
+
+    def worth_of(lengths: list[int]) -> float:
+        passes = StepCost(cost.base + max(lengths) * pass_seconds, cost.per_token)
+        return worth(tuple(lengths), rates, len(rates), passes)
+
+    chosen = choose_depth(rates, most, len(rates), cost, pass_seconds)
+    for depth in range(6):
+        useful = [max((n for n in range(1, 6) if rate**n >= 0.05), default=0) for rate in rates]
+        lengths = [min(depth, each, n) for each, n in zip(most, useful, strict=True)]
+        assert worth_of(chosen) >= worth_of(lengths) - 1e-9
+
+
+def test_passes_that_take_long_are_not_made() -> None:
+    cost = StepCost(base=3.0, per_token=0.5)
+    assert choose_depth([0.9], [4], 1, cost, pass_seconds=0.1)[0] >= 3
+    assert choose_depth([0.9], [4], 1, cost, pass_seconds=5.0) == [0]
+    assert choose_depth([], [], 0, cost, pass_seconds=0.1) == []

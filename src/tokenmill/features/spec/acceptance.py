@@ -15,6 +15,8 @@ import numpy.typing as npt
 _MEMORY = 0.92
 """What a request's latest guess leaves of the weight of those before."""
 _KIND_MEMORY = 0.995
+_IDLE_MEMORY = 0.97
+"""The same of a turn without a guess, where making one has its price."""
 _PRIOR_RATE = 0.6
 """Of a kind that nothing is known about."""
 _PRIOR_WEIGHT = 2.0
@@ -68,11 +70,14 @@ class Acceptance:
         guess = self._rows[row]
         guess.token_ids, guess.start, guess.kind = token_ids, start, kind
 
-    def observe(self, row: int, token_ids: npt.NDArray[np.int32], num_tokens: int) -> None:
-        """Compare the last guess with the `num_tokens` tokens that are known of the row now."""
+    def observe(self, row: int, token_ids: npt.NDArray[np.int32], num_tokens: int) -> int:
+        """Compare the last guess with the `num_tokens` tokens that are known of the row now.
+
+        Returns how many of its tokens hold.
+        """
         guess = self._rows[row]
         if not guess.token_ids:
-            return
+            return 0
         came = token_ids[guess.start : min(guess.start + len(guess.token_ids), num_tokens)]
         num_held = 0
         for token_id, guessed in zip(came.tolist(), guess.token_ids, strict=False):
@@ -83,6 +88,12 @@ class Acceptance:
         guess.rate.add(num_held, num_tried, _MEMORY)
         self._kinds[guess.kind].add(num_held, num_tried, _KIND_MEMORY)
         guess.token_ids = ()
+        return num_held
+
+    def forget_slowly(self, row: int, kind: int = 0) -> None:
+        """A turn without a guess: what was seen counts less, so that there is another some time."""
+        for rate in (self._rows[row].rate, self._kinds[kind]):
+            rate.add(0, 0, _IDLE_MEMORY)
 
     def rate(self, row: int, kind: int = 0) -> float:
         """How likely a draft of the row holds if those before it do, 0 to 1."""

@@ -113,3 +113,27 @@ def choose_lengths(
         num_new += gain
         seconds += cost.per_token
     return lengths
+
+
+def choose_depth(
+    rates: Sequence[float],
+    most: Sequence[int],
+    num_reqs: int,
+    cost: StepCost,
+    pass_seconds: float,
+) -> list[int]:
+    """`choose_lengths` where drafts are made in passes of `pass_seconds`, one for all requests."""
+    best = [0] * len(rates)
+    best_worth = num_reqs / cost.of(num_reqs)
+    gained = [0.0] * len(rates)
+    lengths = [0] * len(rates)
+    for depth in range(1, max(most, default=0) + 1):
+        for index, (rate, count) in enumerate(zip(rates, most, strict=True)):
+            if depth <= count and rate**depth >= _LEAST_GAIN:
+                gained[index] += rate**depth
+                lengths[index] = depth
+        seconds = cost.of(num_reqs + sum(lengths)) + depth * pass_seconds
+        worth = (num_reqs + sum(gained)) / seconds
+        if worth > best_worth:
+            best, best_worth = lengths.copy(), worth
+    return best

@@ -1,0 +1,103 @@
+"""The model that drafts: whether it can for the other one, and what it takes of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenmill.config.device import keeps_blocks
+from tokenmill.config.engine_config import MemoryLedger
+from tokenmill.config.kv_layout import KVLayout
+from tokenmill.config.memory import StepShape, Weights, kv_bytes_per_token, workspace_bytes
+from tokenmill.config.parameters import ModelParameters, read_parameters
+from tokenmill.config.quantization import choose_quantization
+from tokenmill.config.speculation import DraftModel, SpeculativeConfig
+from tokenmill.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFiles:
+    """What the headers of its files say."""
+
+    path: str
+    config: Mapping[str, Any]
+    tensor_shapes: Mapping[str, tuple[int, ...]]
+    tensor_formats: Mapping[str, str]
+
+
+def resolve_draft(
+    speculation: SpeculativeConfig | None,
+    files: DraftFiles | None,
+    target: ModelParameters,
+    step: StepShape,
+    *,
+    dtype: str,
+    kernels: str,
+) -> SpeculativeConfig | None:
+    """The settings of speculation with the model that drafts, if one does.
+
+    Raises `ConfigError` for a model that cannot draft for `target`.
+    """
+    if speculation is None or speculation.model is None:
+        return speculation
+    assert files is not None, "the model that drafts was not opened"
+    parameters = read_parameters(files.config)
+    check_draft(speculation.model, parameters, target, kernels)
+    device = "cuda" if kernels == "triton" else "cpu"
+    quantization = choose_quantization(
+        speculation.quantization, device, dtype, kernels, files.tensor_formats
+    )
+    weights = Weights(
+        files.tensor_shapes,
+        files.tensor_formats,
+        dtype,
+        keeps_blocks(kernels, dtype),
+        quantization,
+    )
+    draft = DraftModel(
+        path=files.path,
+        architecture=parameters.architecture,
+        hf_config=files.config,
+        dtype=dtype,
+        quantization=quantization,
+        max_model_len=min(parameters.max_context, step.max_model_len),
+        vocab_size=parameters.vocab_size,
+        num_bytes=weights.num_bytes + workspace_bytes(parameters, replace(step, max_num_drafts=0)),
+        kv_bytes_per_token=kv_bytes_per_token(parameters, dtype),
+    )
+    return replace(speculation, draft=draft)
+
+
+def check_draft(name: str, draft: ModelParameters, target: ModelParameters, kernels: str) -> None:
+    """Raise `ConfigError` if a model cannot draft for another."""
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"speculative_config.model={name!r} has a vocabulary of {draft.vocab_size} tokens, but"
+            f" the model that it should draft for has {target.vocab_size}: its tokens mean"
+            f" something else. Take a smaller model of the same family."
+        )
+    if draft.states is not None:
+        raise ConfigError(
+            f"speculative_config.model={name!r} has state-space layers, which cannot forget a"
+            f" token that was drafted; take a model with attention only."
+        )
+    if kernels == "triton":
+        raise ConfigError(
+            f"speculative_config.model={name!r}: models draft on a CPU only so far; on a GPU take"
+            f" speculative_config.method='ngram', or device='cpu'."
+        )
+
+
+def with_draft(ledger: MemoryLedger, speculation: SpeculativeConfig | None) -> MemoryLedger:
+    """What is left beside the model that drafts."""
+    if speculation is None or speculation.draft is None:
+        return ledger
+    return replace(ledger, draft=speculation.draft.num_bytes)
+
+
+def beside_draft(layout: KVLayout, speculation: SpeculativeConfig | None) -> KVLayout:
+    """Blocks that hold the K and V of the model that drafts, too."""
+    if speculation is None or speculation.draft is None:
+        return layout
+    return replace(layout, draft_bytes_per_token=speculation.draft.kv_bytes_per_token)

@@ -1,0 +1,276 @@
+"""A second, smaller model drafts: it goes on with each request's tokens, a pass for each draft.
+
+It draws its tokens with the request's own parameters, seed and positions, so that at any
+temperature it says what the other model says wherever the two agree.
+
+Its keys and values lie in the same blocks as the other model's, in tensors of its own. So prefix
+hits, preemption and release are the scheduler's, and this file only has to know how much of each
+block is filled: the model follows where drafts are wanted, and may lag behind anywhere else. What
+is missing of a request is computed before it gets drafts, at most a step's tokens at a time.
+
+    token ids   | prompt ... output | drafts of the last turn ...
+    computed    |<-- filled ------------>|  up to the first draft that did not hold
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenmill.contracts.plan import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from tokenmill.contracts.seams import StepFuture
+from tokenmill.features.spec.acceptance import Acceptance
+from tokenmill.features.spec.lengths import StepTimer, choose_depth
+
+IntArray = npt.NDArray[np.int64]
+
+_MEMORY = 0.9
+
+
+class RowCounts(Protocol):
+    """What is known of the rows of a runner; int64 [max_num_seqs]."""
+
+    num_tokens: IntArray
+    num_computed_tokens: IntArray
+
+
+class PlanRunner(Protocol):
+    """Runs plans of the model that drafts, on rows of its own."""
+
+    @property
+    def rows(self) -> RowCounts: ...
+
+    def update_states(self, plan: SchedulerOutput) -> None: ...
+
+    def execute_model(self, plan: SchedulerOutput) -> None: ...
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """Sizes of the tables, and of what is drafted."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    """Of the model that drafts: nothing is drafted behind so many tokens."""
+    block_size: int
+    num_blocks: int
+    kv_group: int
+    """Of the other model's KV cache groups, the one that keeps everything: its blocks are used."""
+    num_groups: int
+    """Of the model that drafts; all of them use these blocks."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A request that is to get drafts."""
+
+    req_id: str
+    row: int
+    length: int
+    drafts: list[int]
+
+
+class DraftModelDrafter:
+    """Drives the model that drafts."""
+
+    def __init__(
+        self,
+        runner: PlanRunner,
+        limits: DraftLimits,
+        num_drafts: int,
+        *,
+        adaptive: bool = True,
+        timer: StepTimer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._runner = runner
+        self._limits = limits
+        self._num_drafts = num_drafts
+        self._adapts = adaptive
+        self._timer = timer or StepTimer(largest=1 + num_drafts)
+        self._clock = clock
+        self._pass_seconds = 0.0
+        self._acceptance = Acceptance(limits.max_num_seqs)
+        self._blocks: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
+        self._num_filled = np.zeros(limits.num_blocks, np.int64)
+        """Of each block, the slots from its first on that hold K and V of its tokens."""
+        self._num_known = np.zeros(limits.max_num_seqs, np.int64)
+        """Of each row, the tokens that the runner has been told; drafts of its own lie behind."""
+        self._num_marked = np.zeros(limits.max_num_seqs, np.int64)
+        """Of each row, the tokens whose slots are counted as filled."""
+        self._step_id = 0
+
+    # ---- following the scheduler ----------------------------------------------------------
+
+    def update(self, plan: SchedulerOutput) -> None:
+        """Take over which rows there are, and their blocks."""
+        group, cached = self._limits.kv_group, plan.scheduled_cached_reqs
+        own = self._next_plan()
+        own.finished_rows = plan.finished_rows
+        own.scheduled_new_reqs = [self._enter(request) for request in plan.scheduled_new_reqs]
+        for row, block_ids in zip(cached.rows, cached.new_block_ids, strict=True):
+            self._num_filled[block_ids[group]] = 0
+            self._blocks[row] += block_ids[group]
+        own.scheduled_cached_reqs = CachedRequestData(
+            rows=cached.rows,
+            new_block_ids=[self._in_all_groups(ids[group]) for ids in cached.new_block_ids],
+        )
+        self._runner.update_states(own)
+        self._timer.begin(plan.num_scheduled_tokens)
+
+    def _enter(self, request: NewRequestData) -> NewRequestData:
+        """The request as the model that drafts sees it."""
+        block_ids = request.block_ids[self._limits.kv_group]
+        num_hits = request.num_computed_tokens // self._limits.block_size
+        self._num_filled[block_ids[num_hits:]] = 0
+        is_full = self._num_filled[block_ids[:num_hits]] == self._limits.block_size
+        num_full = num_hits if is_full.all() else int(np.argmin(is_full))
+        self._blocks[request.row] = block_ids.copy()
+        self._num_known[request.row] = len(request.token_ids)
+        self._num_marked[request.row] = num_full * self._limits.block_size
+        self._acceptance.clear(request.row)
+        return NewRequestData(
+            req_id=request.req_id,
+            row=request.row,
+            token_ids=request.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=num_full * self._limits.block_size,
+            block_ids=self._in_all_groups(block_ids),
+            sampling_params=request.sampling_params.replace(
+                logprobs=None, prompt_logprobs=None, logprob_token_ids=None
+            ),
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            token_rules=request.token_rules,
+        )
+
+    def _in_all_groups(self, block_ids: list[int]) -> tuple[list[int], ...]:
+        return (block_ids,) * self._limits.num_groups
+
+    # ---- drafting -------------------------------------------------------------------------
+
+    def propose(
+        self,
+        req_ids: Sequence[str],
+        rows: IntArray,
+        num_tokens: IntArray,
+        token_ids: npt.NDArray[np.int32],
+    ) -> dict[str, list[int]]:
+        """What the model goes on with, for the requests where that is worth its time."""
+        self._timer.end()
+        self._tell_tokens(rows, num_tokens, token_ids)
+        turns = self._choose(req_ids, rows.tolist(), num_tokens.tolist())
+        turns = self._catch_up(turns)
+        begin, depth = self._clock(), 1
+        while going_on := [turn for turn in turns if turn.length > depth]:
+            self._run(going_on, [1] * len(going_on))
+            turns = [turn for turn in turns if turn.drafts]  # whose logits are no use has none
+            depth += 1
+        if depth > 1:
+            seconds = (self._clock() - begin) / (depth - 1)
+            known = self._pass_seconds or seconds
+            self._pass_seconds = _MEMORY * known + (1 - _MEMORY) * min(seconds, 3 * known)
+        for turn in turns:
+            start = int(self._num_known[turn.row])
+            self._acceptance.expect(turn.row, start, turn.drafts)
+        return {turn.req_id: turn.drafts for turn in turns if turn.drafts}
+
+    def _tell_tokens(
+        self, rows: IntArray, num_tokens: IntArray, token_ids: npt.NDArray[np.int32]
+    ) -> None:
+        """Put the tokens that have come in place of the drafts; what they share is computed."""
+        counts, plan = self._runner.rows, self._next_plan()
+        cached = plan.scheduled_cached_reqs
+        for row, end in zip(rows.tolist(), num_tokens.tolist(), strict=True):
+            start = int(self._num_known[row])
+            new = token_ids[row, start:end].tolist()
+            num_held = self._acceptance.observe(row, token_ids[row], end)
+            counts.num_tokens[row] = start
+            counts.num_computed_tokens[row] = min(counts.num_computed_tokens[row], start + num_held)
+            self._num_known[row] = end
+            if new:
+                cached.appended_rows.append(row)
+                cached.appended_token_ids.append(new)
+        self._runner.update_states(plan)
+
+    def _choose(
+        self, req_ids: Sequence[str], rows: list[int], num_tokens: list[int]
+    ) -> list[_Turn]:
+        """Who gets how many drafts."""
+        most = [self._most(row, count) for row, count in zip(rows, num_tokens, strict=True)]
+        lengths = most
+        if self._adapts:
+            rates = [self._acceptance.rate(row) for row in rows]
+            lengths = choose_depth(rates, most, len(rows), self._timer.cost, self._pass_seconds)
+        for row, length in zip(rows, lengths, strict=True):
+            if not length:
+                self._acceptance.forget_slowly(row)
+        wanted = zip(req_ids, rows, lengths, strict=True)
+        return [_Turn(req_id, row, length, []) for req_id, row, length in wanted if length]
+
+    def _most(self, row: int, num_tokens: int) -> int:
+        """Drafts that there is room for: the last one needs no slot, as it is not computed."""
+        num_slots = len(self._blocks[row]) * self._limits.block_size
+        room = min(num_slots + 1, self._limits.max_model_len) - num_tokens
+        return max(min(self._num_drafts, room), 0)
+
+    def _catch_up(self, turns: list[_Turn]) -> list[_Turn]:
+        """Compute what is missing, and the first drafts; those for whom all of it was computed."""
+        budget = self._limits.max_num_batched_tokens
+        taken, counts = [], []
+        for turn in turns:
+            missing = int(
+                self._num_known[turn.row] - self._runner.rows.num_computed_tokens[turn.row]
+            )
+            count = min(missing, budget)
+            if count:
+                taken.append(turn)
+                counts.append(count)
+                turn.length = turn.length if count == missing else 0
+                budget -= count
+        if taken:
+            self._run(taken, counts)
+            for turn in taken:
+                self._mark_filled(turn.row)
+        return [turn for turn in taken if turn.drafts]
+
+    def _run(self, turns: Sequence[_Turn], counts: list[int]) -> None:
+        """One pass: `counts` tokens of each request, and a draft behind where one is wanted."""
+        plan = self._next_plan()
+        plan.req_ids = [turn.req_id for turn in turns]
+        plan.rows = [turn.row for turn in turns]
+        plan.num_scheduled_tokens = counts
+        plan.is_sampled = [turn.length > 0 for turn in turns]
+        plan.num_logits = [int(is_sampled) for is_sampled in plan.is_sampled]
+        self._runner.execute_model(plan)
+        output = self._runner.sample_tokens(None).result()
+        for turn, drafted in zip(turns, output.sampled_token_ids, strict=True):
+            if turn.length and not drafted:
+                turn.drafts, turn.length = [], 0
+            turn.drafts += drafted
+
+    def _mark_filled(self, row: int) -> None:
+        """All slots of a row's known tokens that are computed hold what they should."""
+        size = self._limits.block_size
+        end = min(int(self._runner.rows.num_computed_tokens[row]), int(self._num_known[row]))
+        first, last = int(self._num_marked[row]) // size, (end - 1) // size
+        self._num_filled[self._blocks[row][first:last]] = size
+        self._num_filled[self._blocks[row][last]] = end - last * size
+        self._num_marked[row] = end
+
+    def _next_plan(self) -> SchedulerOutput:
+        self._step_id += 1
+        return SchedulerOutput(self._step_id)

@@ -1,0 +1,122 @@
+"""The model that drafts: a runner of its own, on the blocks of the model that it drafts for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.engine_config import EngineConfig, ModelConfig
+from tokenmill.config.speculation import DraftModel
+from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
+from tokenmill.errors import ConfigError
+from tokenmill.features.spec.draft_model import DraftLimits
+from tokenmill.layers.kernels import layer_kernels, uses_native_kernels
+from tokenmill.models.base import CausalLM
+from tokenmill.models.loader import load_model
+from tokenmill.quantization.packed_blocks import Quantization
+from tokenmill.sampling.row_params import RowSamplingParams
+from tokenmill.sampling.sampler import Sampler
+from tokenmill.worker.bind import bind_attention
+from tokenmill.worker.graphs.cpu import record
+from tokenmill.worker.graphs.decode import record_decode_steps
+from tokenmill.worker.graphs.forward import checked
+from tokenmill.worker.kv_groups import group_layers
+from tokenmill.worker.limits import RunnerLimits
+from tokenmill.worker.model_runner import ModelRunner
+
+
+def make_draft_runner(
+    config: EngineConfig, target_cache: KVCacheConfig
+) -> tuple[ModelRunner, DraftLimits]:
+    """Load the model that drafts, and give it K and V for each block of the other's pool.
+
+    Raises `ConfigError` if no layer of the other model keeps all of a sequence, and what
+    `load_model` raises.
+    """
+    assert config.speculation is not None
+    draft = config.speculation.draft
+    assert draft is not None
+    kv_group = _group_that_keeps_all(target_cache)
+    config = _config_of_draft(config, draft)
+    model = _load(config)
+    cache = _cache_of_draft(config, model, target_cache)
+    scheduler = config.scheduler
+    runner = ModelRunner(
+        model,
+        bind_attention(config, model, cache, torch.device(config.device)),
+        RunnerLimits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=scheduler.max_model_len,
+            block_size=cache.block_size,
+            vocab_size=draft.vocab_size,
+        ),
+        sampler=Sampler(),
+        row_params=RowSamplingParams(scheduler.max_num_seqs, draft.vocab_size),
+    )
+    if config.graphs != "off" and uses_native_kernels(draft.dtype):
+        runner.capture(checked(record) if config.graphs == "check" else record)
+        runner.capture_decode_steps(record_decode_steps)
+    limits = DraftLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=draft.max_model_len,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+        kv_group=kv_group,
+        num_groups=len(cache.groups),
+    )
+    return runner, limits
+
+
+def _group_that_keeps_all(cache: KVCacheConfig) -> int:
+    for index, group in enumerate(cache.groups):
+        if isinstance(group.spec, KVCacheSpec) and group.spec.kind is KVCacheKind.FULL:
+            return index
+    raise ConfigError(
+        "speculative_config.method='draft_model' needs a model with layers that keep all of a"
+        " sequence, but every layer of this one has a sliding window: take method='ngram'."
+    )
+
+
+def _config_of_draft(config: EngineConfig, draft: DraftModel) -> EngineConfig:
+    """The engine's settings with the model that drafts in place of the other one."""
+    return dataclasses.replace(
+        config,
+        model=ModelConfig(
+            name=draft.path,
+            path=draft.path,
+            architecture=draft.architecture,
+            hf_config=draft.hf_config,
+            dtype=draft.dtype,
+            max_model_len=draft.max_model_len,
+            vocab_size=draft.vocab_size,
+        ),
+        cache=dataclasses.replace(config.cache, dtype=draft.dtype),
+        quantization=draft.quantization,
+        speculation=None,
+        lora=None,
+    )
+
+
+def _load(config: EngineConfig) -> CausalLM:
+    quantization = cast(Quantization | None, config.quantization)
+    kernels = layer_kernels(getattr(torch, config.model.dtype), quantization)
+    return load_model(config.model, open_checkpoint(Path(config.model.path)), kernels=kernels)
+
+
+def _cache_of_draft(
+    config: EngineConfig, model: CausalLM, target_cache: KVCacheConfig
+) -> KVCacheConfig:
+    """As many blocks as the other model has; windows release nothing here."""
+    specs = {
+        name: dataclasses.replace(
+            layer.kv_cache_spec(config.cache.dtype), kind=KVCacheKind.FULL, sliding_window=None
+        )
+        for name, layer in model.attention_layers().items()
+    }
+    return KVCacheConfig(target_cache.num_blocks, target_cache.block_size, group_layers(specs))
