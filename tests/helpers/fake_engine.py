@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import math
 import tempfile
 from collections.abc import Callable
@@ -21,11 +22,13 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.machine import Machine
 from tokenmill.config.resolve import resolve
 from tokenmill.contracts.request import (
+    AdapterInfo,
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
     TokenLogprobs,
 )
+from tokenmill.engine.adapters import AdapterRegistry
 from tokenmill.engine.engine_stats import EngineStats
 from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.engine.output_processor import OutputProcessor
@@ -112,6 +115,8 @@ class FakeEngine:
         self.is_healthy = True
         self.is_draining = False
         self.calls = []
+        self.adapters = AdapterRegistry(is_enabled=self.config.lora is not None)
+        self.adapters_asked = []
         self.running = set()
         self.num_aborted = 0
         self.num_output_tokens = 0
@@ -132,7 +137,9 @@ class FakeEngine:
         deadline=None,
         stream=True,
         delta=False,
+        adapter=None,
     ):
+        self.adapters_asked.append(adapter)
         if self.is_draining:
             raise EngineDrainingError("the engine takes no more requests.")
         kind = RequestOutputKind.FINAL_ONLY
@@ -187,6 +194,13 @@ class FakeEngine:
 
     async def abort(self, request_id):
         self._output.abort([request_id])
+
+    async def load_adapter(self, request):
+        loading = self.adapters.begin(request)
+        if loading.known is None:
+            load_id = hashlib.sha256(repr(loading.signature).encode()).hexdigest()
+            self.adapters.finish(loading, AdapterInfo(load_id, 8, 3))
+        return self.adapters.get(request.name)
 
     async def encode(self, text, *, add_special_tokens=True):
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -58,6 +58,12 @@ class ServeArgs:
     """Share cached prefixes only among requests with the same key."""
     enable_admin: bool = False
     """Serve POST /reset_prefix_cache."""
+    lora_modules: list[str] | None = None
+    """Adapters to begin with, as NAME=PATH; requests choose one as their model (enable_lora)."""
+    enable_lora_updates: bool = False
+    """Serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter, to whoever has an API key."""
+    lora_root: str | None = None
+    """Directory below which requests may name adapters to load; without it, none."""
     allowed_origins: list[str] | None = None
     """Origins whose pages may call the server from a browser (CORS), such as
     https://chat.example.org; * is any."""
@@ -114,6 +120,8 @@ class ServeArgs:
                     f"{name}={shown(value)} must be one of: {', '.join(choices)}."
                     f"{did_you_mean(value, choices)}"
                 )
+        if self.enable_lora_updates and not (self.api_key or self.api_key_file):
+            raise ConfigError("enable_lora_updates needs an API key (api_key or api_key_file).")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither.")
         for name in ("served_model_name", "api_key"):

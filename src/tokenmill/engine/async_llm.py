@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tokenmill.contracts.request import AdapterRef
 from tokenmill.engine import build
+from tokenmill.engine.adapters import AdapterRegistry, KnownAdapter
 from tokenmill.engine.core_client import DEFAULT_FACTORY
 from tokenmill.engine.daemon_thread import in_daemon_thread
 from tokenmill.engine.engine_stats import EngineStats
@@ -26,6 +28,7 @@ from tokenmill.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from tokenmill.lora_request import LoRARequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
@@ -88,6 +91,8 @@ class AsyncLLM:
             or _POOLS_IN_QUEUE * self.config.cache.num_blocks * self.config.cache.block_size,
         )
         self._keys = itertools.count()
+        self.adapters = AdapterRegistry(is_enabled=self.config.lora is not None)
+        """Those that requests may run with."""
         self._arriving: set[_Arrival] = set()
         self._tokenizing = ThreadPoolExecutor(
             _NUM_TOKENIZING_THREADS, thread_name_prefix="tokenmill-tokenizer"
@@ -146,6 +151,7 @@ class AsyncLLM:
         deadline: float | None = None,
         stream: bool = True,
         delta: bool = False,
+        adapter: AdapterRef | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one prompt; the last one has `finished`.
 
@@ -170,7 +176,7 @@ class AsyncLLM:
         arrival = _Arrival(request_id)
         self._arriving.add(arrival)
         try:
-            source = await self._admit(_with_salt(prompt, cache_salt), params, priority)
+            source = await self._admit(_with_salt(prompt, cache_salt), params, priority, adapter)
         finally:
             self._arriving.discard(arrival)
         request = self._requests.add(source, request_id, expires=expires)
@@ -223,11 +229,25 @@ class AsyncLLM:
         self._supervisor.after_send()
         return await asyncio.wrap_future(done)
 
+    async def load_adapter(self, request: LoRARequest) -> KnownAdapter:
+        """Have an adapter read and checked; its name means it from then on. Raises `AdapterError`,
+        and `EngineDeadError` while there is no core to ask.
+        """
+        loading = await self._run(lambda: self.adapters.begin(request), elsewhere=True)
+        if loading.known is None:
+            client = self._supervisor.client
+            if client is None or not self._supervisor.is_serving:
+                raise EngineDeadError("The engine core is being started again; try again soon.")
+            reading = client.load_adapter(loading.path)
+            self._supervisor.after_send()
+            self.adapters.finish(loading, await asyncio.wrap_future(reading))
+        return self.adapters.get(request.name)
+
     # ---- the engine as a whole --------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
         """The engine in numbers, from the core's latest message: asks nobody."""
-        return self._requests.stats.snapshot(self._requests.num_unfinished)
+        return self._requests.snapshot()
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -274,7 +294,9 @@ class AsyncLLM:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    async def _admit(self, prompt: Prompt, params: RequestParams, priority: int) -> ProcessedInput:
+    async def _admit(
+        self, prompt: Prompt, params: RequestParams, priority: int, adapter: AdapterRef | None
+    ) -> ProcessedInput:
         """Process a prompt for which there is room; the room is taken."""
         self._check_open()
         num_sequences = params.n if isinstance(params, SamplingParams) else 1
@@ -285,7 +307,7 @@ class AsyncLLM:
             raise
         self._idle.clear()
         try:
-            source = await self._process(prompt, params, priority)
+            source = await self._process(prompt, params, priority, adapter)
             self._check_open()
             self._queue.enter_tokens(len(source.prompt_token_ids) * num_sequences)
         except BaseException as error:
@@ -295,12 +317,14 @@ class AsyncLLM:
         return source
 
     async def _process(
-        self, prompt: Prompt, params: RequestParams, priority: int
+        self, prompt: Prompt, params: RequestParams, priority: int, adapter: AdapterRef | None
     ) -> ProcessedInput:
         key = str(next(self._keys))
 
         def process() -> ProcessedInput:
-            return self._input_processor.process(key, prompt, params, priority=priority)
+            return self._input_processor.process(
+                key, prompt, params, priority=priority, adapter=adapter
+            )
 
         return await self._run(process, elsewhere=_is_long(prompt))
 

@@ -221,7 +221,7 @@ class ProcessClient:
         assert self._process.stdin is not None
         self._process.stdin.close()
         unanswered: list[Future[Any]] = [*self._resets, *self._loading.values()]
-        for waiting in unanswered:
+        for waiting in (each for each in unanswered if not each.done()):
             waiting.set_exception(EngineDeadError(f"The engine core {self.how_it_ended()}."))
         self._socket.close()
         self._context.term()

@@ -40,6 +40,10 @@ class EngineStats(SchedulerStats, array_like=True, omit_defaults=True):
     server."""
     num_output_tokens: int = 0
     """Tokens that have come from the core, whether or not their client has them yet."""
+    running_adapters: list[str] = []
+    """Names of adapters that have brought tokens for an unfinished request."""
+    waiting_adapters: list[str] = []
+    """Names of adapters with unfinished requests, none of which has a token yet."""
 
 
 class StatsKeeper:

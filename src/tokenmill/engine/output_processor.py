@@ -53,6 +53,7 @@ class _Sequence:
         params = user.source.params
         self.core_id = request.request_id
         self.index = index
+        self.adapter = None if request.adapter is None else request.adapter.name
         self.user = user
         self.kind = params.output_kind
         self._interval = max(stream_interval, params.stream_interval or 1)
@@ -173,6 +174,16 @@ class OutputProcessor:
     def num_unfinished(self) -> int:
         """Sequences that still run."""
         return len(self._sequences)
+
+    def adapters(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters of unfinished sequences that have tokens, and those of others."""
+        begun = {each.adapter: False for each in self._sequences.values() if each.adapter}
+        for each in self._sequences.values():
+            if each.adapter and each.metrics.first_token_time is not None:
+                begun[each.adapter] = True
+        return sorted(n for n, b in begun.items() if b), sorted(
+            n for n, b in begun.items() if not b
+        )
 
     def add_request(self, source: ProcessedInput) -> None:
         """Expect outputs for every sequence of a request."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tokenmill.contracts.request import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from tokenmill.engine.engine_stats import StatsKeeper
+from tokenmill.engine.engine_stats import EngineStats, StatsKeeper
 from tokenmill.engine.input_processor import ProcessedInput
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.recovery import Roster, Submission
@@ -73,6 +73,12 @@ class ServedRequests:
     def num_unfinished(self) -> int:
         """Sequences that have not ended."""
         return len(self._roster)
+
+    def snapshot(self) -> EngineStats:
+        """The engine in numbers."""
+        stats = self.stats.snapshot(self.num_unfinished)
+        stats.running_adapters, stats.waiting_adapters = self._output_processor.adapters()
+        return stats
 
     # ---- requests come and go ---------------------------------------------------------------
 

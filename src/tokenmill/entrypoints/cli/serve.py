@@ -128,6 +128,7 @@ async def _serve(
     from tokenmill.engine.async_llm import AsyncLLM
     from tokenmill.entrypoints.chat.templates import is_source, read_template
     from tokenmill.entrypoints.cli.progress import loading_progress
+    from tokenmill.entrypoints.http.adapters import check_first_adapters
     from tokenmill.entrypoints.http.answer_settings import check_answer_settings
     from tokenmill.entrypoints.http.auth import api_keys
     from tokenmill.entrypoints.http.server import run_server
@@ -137,6 +138,7 @@ async def _serve(
     if template is not None and is_source(template):
         _check_template(template)
     check_answer_settings(serve_args, args.reasoning_parser)
+    check_first_adapters(serve_args, args)
     _warn_of_open_doors(serve_args, num_keys=len(api_keys(serve_args)))
 
     async def start_engine() -> AsyncLLM:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tokenmill.entrypoints.http import (
+    adapters,
     admin,
     chat,
     completions,
@@ -31,7 +32,7 @@ from tokenmill.errors import InvalidRequestError, shown
 
 _GENERATE = (completions, chat)
 _POOL = (embeddings, scoring)
-_OTHERS = (models, tokenization, health, admin, exposition, pages)
+_OTHERS = (models, adapters, tokenization, health, admin, exposition, pages)
 
 
 def create_app(state: ServerState) -> FastAPI:

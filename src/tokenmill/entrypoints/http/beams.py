@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from tokenmill.contracts.request import AdapterRef
 from tokenmill.engine.prompts import Prompt
 from tokenmill.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from tokenmill.entrypoints.http.errors import blamed_on_fields
@@ -75,6 +76,7 @@ async def beam_outputs(
     num_logprobs: int,
     priority: int,
     cache_salt: str | None,
+    adapter: AdapterRef | None,
     deadline: float | None,
 ) -> AsyncGenerator[RequestOutput, None]:
     """The final output of a search, as `Engine.generate` gives that of a request."""
@@ -94,6 +96,7 @@ async def beam_outputs(
             cache_salt=cache_salt,
             deadline=left,
             stream=False,
+            adapter=adapter,
         )
         async with aclosing(answers) as outputs:  # type: ignore[type-var]
             async for output in outputs:

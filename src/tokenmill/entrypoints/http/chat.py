@@ -81,6 +81,7 @@ class ChatJob:
     ) -> None:
         self._state, self._record, self._fields = state, record, fields
         self._model = state.model_name(fields.model)
+        self._adapter = state.adapter(self._model)
         self._id = f"chatcmpl-{state.new_name()}"
         self._created = int(time.time())
         self.stream = bool(fields.stream)
@@ -167,6 +168,7 @@ class ChatJob:
             self._params,
             priority=self._fields.priority or 0,
             cache_salt=self._salt,
+            adapter=self._adapter,
             deadline=self._deadline,
             beams=self._beams,
         )

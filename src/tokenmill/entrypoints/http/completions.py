@@ -77,6 +77,7 @@ class CompletionJob:
     ) -> None:
         self._state, self._record, self._fields = state, record, fields
         self._model = state.model_name(fields.model)
+        self._adapter = state.adapter(self._model)
         self._id = f"cmpl-{state.new_name()}"
         self._created = int(time.time())
         self._echo = bool(fields.echo)
@@ -167,6 +168,7 @@ class CompletionJob:
             self._params,
             priority=self._fields.priority or 0,
             cache_salt=self._salt,
+            adapter=self._adapter,
             deadline=self._deadline,
             beams=self._beams,
             hides_output=self.hides_output,

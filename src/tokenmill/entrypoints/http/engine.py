@@ -6,9 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.request import AdapterRef
+from tokenmill.engine.adapters import AdapterRegistry, KnownAdapter
 from tokenmill.engine.engine_stats import EngineStats
 from tokenmill.engine.input_processor import RequestParams
 from tokenmill.engine.prompts import Prompt
+from tokenmill.lora_request import LoRARequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
 from tokenmill.tokenizer.tokenizer import Tokenizer
@@ -20,6 +23,7 @@ class Engine(Protocol):
     config: EngineConfig
     tokenizer: Tokenizer | None
     default_params: SamplingParams
+    adapters: AdapterRegistry
 
     @property
     def end_token_ids(self) -> tuple[int, ...]: ...
@@ -35,7 +39,10 @@ class Engine(Protocol):
         deadline: float | None = None,
         stream: bool = True,
         delta: bool = False,
+        adapter: AdapterRef | None = None,
     ) -> AsyncIterator[RequestOutput]: ...
+
+    async def load_adapter(self, request: LoRARequest) -> KnownAdapter: ...
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

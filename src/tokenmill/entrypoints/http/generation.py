@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from tokenmill.contracts.request import AdapterRef
 from tokenmill.engine.prompts import Prompt
 from tokenmill.entrypoints.beam_search import BeamSearchParams
 from tokenmill.entrypoints.http.beams import beam_outputs
@@ -35,6 +36,7 @@ class Generation:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    adapter: AdapterRef | None = None
     deadline: float | None = None
     """Seconds from now."""
     beams: BeamSearchParams | None = None
@@ -139,6 +141,7 @@ class Generation:
                 num_logprobs=self.params.logprobs or 0,
                 priority=self.priority,
                 cache_salt=self.cache_salt,
+                adapter=self.adapter,
                 deadline=self.deadline,
             )
         return self.state.engine.generate(
@@ -150,6 +153,7 @@ class Generation:
             deadline=self.deadline,
             stream=stream,
             delta=stream,
+            adapter=self.adapter,
         )
 
     def _begin(self, progress: Progress, output: RequestOutput) -> None:

@@ -258,11 +258,24 @@ class _SchedulerCollector(Collector):
         yield self._gauge(
             "tokenmill:engine_ready", "Whether requests are taken.", float(self._engine.is_ready)
         )
+        lora = self._engine.config.lora
+        if lora is not None:
+            yield self._adapters(lora.max_loras)
         waiting = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason", "Why they wait.", labels=(*_LABELS, "reason")
         )
         waiting.add_metric((*self._labels, "capacity"), stats.num_waiting)
         yield waiting
+
+    def _adapters(self, max_loras: int) -> GaugeMetricFamily:
+        labels = (*_LABELS, "max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info", "Adapters with unfinished requests, and when.", labels=labels
+        )
+        names = (self.stats.running_adapters, self.stats.waiting_adapters)
+        values = (*self._labels, str(max_loras), *(",".join(each) for each in names))
+        family.add_metric(values, time.time())
+        return family
 
     def _accepted_per_position(self, counts: Sequence[int]) -> CounterMetricFamily:
         family = CounterMetricFamily(

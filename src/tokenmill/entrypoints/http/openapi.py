@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 import tokenmill
+from tokenmill.entrypoints.http.adapter_protocol import ADAPTER_STRUCTS
 from tokenmill.entrypoints.http.errors import STATUS_TEXT
 from tokenmill.entrypoints.http.pooling_protocol import POOLING_STRUCTS
 from tokenmill.entrypoints.http.protocol import (
@@ -41,6 +42,7 @@ _STRUCTS = [
     ModelList,
     ErrorReply,
     *POOLING_STRUCTS,
+    *ADAPTER_STRUCTS,
 ]
 _REFERENCE = "#/components/schemas/{name}"
 _GENERATING = (400, 404, 408, 413, 415, 429, 500, 503, 504)

@@ -153,8 +153,9 @@ class Model(Struct, kw_only=True):
     created: int
     owned_by: str = "tokenmill"
     root: str
-    """The model behind the name."""
-    parent: None = None
+    """The model behind the name; of an adapter, its directory."""
+    parent: str | None = None
+    """Of an adapter, the model that it changes."""
     max_model_len: int
 
 

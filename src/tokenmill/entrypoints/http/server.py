@@ -22,6 +22,7 @@ import uvicorn
 
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.engine.serve_options import ServeOptions
+from tokenmill.entrypoints.http.adapters import load_first_adapters, parse_adapters
 from tokenmill.entrypoints.http.app import create_app
 from tokenmill.entrypoints.http.connection import connection_class
 from tokenmill.entrypoints.http.engine import Engine
@@ -65,6 +66,7 @@ async def run_server(
             return 0
         try:
             state = make_state(engine, args, options, chat_template=chat_template)
+            await load_first_adapters(engine, parse_adapters(args.lora_modules, state.model_names))
             # What there is now stays; the collector need not look at it again.
             gc.collect()
             gc.freeze()

@@ -14,6 +14,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from tokenmill.config.serve_args import ServeArgs
+from tokenmill.contracts.request import AdapterRef
 from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.entrypoints.chat.templates import read_template
 from tokenmill.entrypoints.http.admission import Admission
@@ -82,10 +83,16 @@ class ServerState:
         """The name to answer with. Raises `ModelNotFoundError` for a model that is not served."""
         if not asked:
             return self.model_names[0]
-        if asked in self.model_names:
+        if asked in self.model_names or asked in self.engine.adapters:
             return asked
-        names = ", ".join(map(repr, self.model_names[:_SHOWN_NAMES]))
+        names = ", ".join(map(repr, (*self.model_names, *self.engine.adapters)[:_SHOWN_NAMES]))
         raise ModelNotFoundError(f"model {shown(asked)} is not served here; there is {names}.")
+
+    def adapter(self, model_name: str) -> AdapterRef | None:
+        """What a request for this name runs with; None is the model itself."""
+        if model_name not in self.engine.adapters:
+            return None
+        return self.engine.adapters.get(model_name).ref
 
     def new_name(self) -> str:
         """A name for a request inside the engine; no client chooses it."""
