@@ -15,7 +15,12 @@ from dataclasses import dataclass, field
 
 from tokenmill.config.engine_config import SchedulerConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
-from tokenmill.contracts.plan import GrammarOutput, NewRequestData, SchedulerOutput
+from tokenmill.contracts.plan import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from tokenmill.contracts.request import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -255,6 +260,7 @@ class FakeExecutor:
     def execute_model(self, plan: SchedulerOutput) -> None:
         assert self._output is None, "sample_tokens was not called for the step before"
         assert plan.step_id == len(self.plans), "steps are numbered without gaps"
+        self._check_repeated(plan)
         self.plans.append(plan)
         self._update_rows(plan)
         assert plan.total_num_scheduled_tokens > 0
@@ -271,6 +277,16 @@ class FakeExecutor:
 
     def shutdown(self) -> None:
         self.num_shutdowns += 1
+
+    def _check_repeated(self, plan: SchedulerOutput) -> None:
+        if not plan.is_repeated:
+            return
+        last = self.plans[-1]
+        assert (plan.req_ids, plan.rows) == (last.req_ids, last.rows)
+        assert plan.num_scheduled_tokens == last.num_scheduled_tokens
+        assert plan.finished_rows == plan.scheduled_new_reqs == []
+        assert plan.draft_token_ids == {}
+        assert plan.scheduled_cached_reqs == CachedRequestData()
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for row in plan.finished_rows:

@@ -37,7 +37,7 @@ def test_without_work_no_step_is_sent():
     core, executor = create_core()
     outputs = core.step()
     assert (outputs.outputs, executor.plans) == ([], [])
-    assert outputs.stats.num_running == 0
+    assert core.scheduler.make_stats().num_running == 0
     assert not core.has_requests()
 
 

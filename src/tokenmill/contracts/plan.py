@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tokenmill.contracts.request import (
     AdapterRef,
     EngineCoreRequest,
@@ -78,39 +80,40 @@ class NewRequestData:
         )
 
 
-@dataclass(slots=True)
-class CachedRequestData:
+class CachedRequestData(msgspec.Struct):
     """What changed in rows that the workers know already: parallel lists, one entry a change."""
 
-    rows: list[int] = field(default_factory=list)
-    new_block_ids: list[BlockIds] = field(default_factory=list)
+    rows: list[int] = []
+    new_block_ids: list[BlockIds] = []
     """Blocks to append to the row's block tables."""
-    appended_rows: list[int] = field(default_factory=list)
-    appended_token_ids: list[list[int]] = field(default_factory=list)
+    appended_rows: list[int] = []
+    appended_token_ids: list[list[int]] = []
     """Tokens of a row that were not sampled, since a grammar leaves no choice: they follow those
     that the row has. At most one entry a row."""
 
 
-@dataclass(slots=True)
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct):
     """One step's plan. The four lists of the batch are parallel: entry i is one request."""
 
     step_id: int
-    req_ids: list[str] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    num_scheduled_tokens: list[int] = field(default_factory=list)
-    num_logits: list[int] = field(default_factory=list)
-    is_sampled: list[bool] = field(default_factory=list)
+    req_ids: list[str] = []
+    rows: list[int] = []
+    num_scheduled_tokens: list[int] = []
+    num_logits: list[int] = []
+    is_sampled: list[bool] = []
     """Whether a token is sampled after the row's last token (not in the middle of a prompt)."""
-    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
-    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
-    finished_rows: list[int] = field(default_factory=list)
+    scheduled_new_reqs: list[NewRequestData] = []
+    scheduled_cached_reqs: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
+    finished_rows: list[int] = []
     """Rows freed since the last plan, by an end, an abort or a preemption. They are cleared before
     new requests enter, so that a row may be freed and taken in one plan."""
-    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    draft_token_ids: dict[str, list[int]] = {}
     """Drafts of a row, the last of its scheduled tokens; only where there are any."""
-    structured_req_ids: list[str] = field(default_factory=list)
+    structured_req_ids: list[str] = []
     """Requests of this step whose sampled tokens a grammar restricts."""
+    is_repeated: bool = False
+    """Whether it is the plan before once more: the same batch, and nothing has changed in any row
+    but what the step before has brought."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:

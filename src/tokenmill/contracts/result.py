@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from tokenmill.contracts.request import TensorData, TokenLogprobs
 
 
-@dataclass(slots=True)
-class ModelRunnerOutput:
-    """One step's result. `req_ids` repeats the plan's batch; the lists are parallel to it."""
+class ModelRunnerOutput(msgspec.Struct):
+    """One step's result. `req_ids` repeats the plan's batch; the lists are parallel to it.
+
+    It is its own `StepFuture`: of a step that has finished already.
+    """
 
     step_id: int
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
     """Per request 0 (middle of a prompt), 1, or with accepted drafts up to k + 1 tokens."""
-    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = {}
     """Per request that asked for it: one entry per sampled token."""
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
     """Per request that asked for it: one entry per prompt token that this step's logits predict."""
-    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    draft_token_ids: dict[str, list[int]] = {}
     """Proposals for the next step, where there are any."""
-    pooled: dict[str, TensorData] = field(default_factory=dict)
+    pooled: dict[str, TensorData] = {}
     """float32 results of the pooling requests whose prompt this step has completed."""
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = {}
     """Requests that failed, alone, with the reason; they have no tokens. A row that has failed
     fails in every step until it is freed: with two plans in flight the next one names it again."""
 
@@ -37,3 +39,7 @@ class ModelRunnerOutput:
             or self.pooled
             or self.errors
         )
+
+    def result(self) -> ModelRunnerOutput:
+        """Itself."""
+        return self

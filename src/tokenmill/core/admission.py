@@ -36,6 +36,21 @@ class ReadinessRule(Protocol):
         ...
 
 
+class ReadinessRules:
+    """Several rules; the first that holds a request back says why."""
+
+    def __init__(self, *rules: ReadinessRule) -> None:
+        self._rules = rules
+
+    def begin_pass(self, running: Mapping[str, Request]) -> None:
+        for rule in self._rules:
+            rule.begin_pass(running)
+
+    def wait_reason(self, request: Request) -> str | None:
+        reasons = (rule.wait_reason(request) for rule in self._rules)
+        return next(filter(None, reasons), None)
+
+
 @dataclass(frozen=True, slots=True)
 class FitsContext:
     """Prompt and earlier output leave room for a token in the model's context."""

@@ -11,16 +11,17 @@ class Deadlines:
     """A heap of deadlines; those of requests that ended before are simply reported late."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, str]] = []
+        self.pending: list[tuple[float, str]] = []
+        """Deadlines to come, with their requests; a heap."""
 
     def add(self, request: EngineCoreRequest) -> None:
         """Watch the request's deadline, if it has one."""
         if request.deadline is not None:
-            heapq.heappush(self._heap, (request.deadline, request.request_id))
+            heapq.heappush(self.pending, (request.deadline, request.request_id))
 
     def pop_overdue(self, now: float) -> list[str]:
         """Ids whose deadline is not after `now`, each once, in order of their deadlines."""
         overdue = []
-        while self._heap and self._heap[0][0] <= now:
-            overdue.append(heapq.heappop(self._heap)[1])
+        while self.pending and self.pending[0][0] <= now:
+            overdue.append(heapq.heappop(self.pending)[1])
         return overdue

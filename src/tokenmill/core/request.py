@@ -42,6 +42,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_REPETITION = 7
 
 
+_RUNNING = RequestStatus.RUNNING
 FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
     RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
@@ -71,11 +72,13 @@ class Request:
         "block_hashes",
         "data",
         "draft_token_ids",
+        "end_token_ids",
         "first_scheduled_time",
         "holds_for_forced",
         "is_plain",
         "is_pooling",
         "is_structured",
+        "max_num_tokens",
         "max_tokens",
         "min_tokens",
         "num_accepted_tokens",
@@ -109,11 +112,7 @@ class Request:
         self.num_prompt_tokens = len(data.prompt_token_ids)
         self.is_pooling = data.pooling is not None
         """Whether it ends at its prompt."""
-        self.max_tokens = min(data.max_tokens, max_total_tokens - self.num_prompt_tokens)
-        if self.is_pooling:
-            self.max_tokens = 1  # it never comes; a prompt may fill the whole context
-        self.min_tokens = min(data.sampling_params.min_tokens, self.max_tokens)
-        self.stop_token_ids = frozenset(data.stop_token_ids)
+        self._set_ends(max_total_tokens)
         self.repetition_detection = data.sampling_params.repetition_detection
         self.reads_prefix_cache = not data.sampling_params.skip_reading_prefix_cache
 
@@ -162,6 +161,17 @@ class Request:
         self.pending_prompt_logprobs: list[TokenLogprobs] | None = [] if asked else None
         """Prompt log-probabilities so far; None if none are owed (any more)."""
 
+    def _set_ends(self, max_total_tokens: int) -> None:
+        self.max_tokens = min(self.data.max_tokens, max_total_tokens - self.num_prompt_tokens)
+        if self.is_pooling:
+            self.max_tokens = 1  # it never comes; a prompt may fill the whole context
+        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
+        """With its prompt."""
+        self.min_tokens = min(self.data.sampling_params.min_tokens, self.max_tokens)
+        self.stop_token_ids = frozenset(self.data.stop_token_ids)
+        self.end_token_ids = self.stop_token_ids | {self.data.eos_token_id}
+        """All that may end it."""
+
     @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and confirmed output."""
@@ -185,8 +195,7 @@ class Request:
         reach `max_tokens` in flight has nothing pending, and no draft goes beyond the end.
         """
         wanted = self.num_expected_tokens + len(self.draft_token_ids)
-        last = self.num_prompt_tokens + self.max_tokens - 1
-        return min(wanted, last) - self.num_computed_tokens
+        return min(wanted, self.max_num_tokens - 1) - self.num_computed_tokens
 
     @property
     def decodes(self) -> bool:
@@ -203,7 +212,7 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        return self.status is RequestStatus.RUNNING
+        return self.status is _RUNNING
 
     @property
     def is_finished(self) -> bool:
@@ -263,7 +272,7 @@ class Request:
         return EngineCoreOutput(
             request_id=self.request_id,
             new_token_ids=new_token_ids or [],
-            finish_reason=self.finish_reason,
+            finish_reason=None if self.status is _RUNNING else self.finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=self.num_cached_tokens,
             first_scheduled_time=self.first_scheduled_time,

@@ -25,10 +25,10 @@ from tokenmill.contracts.request import (
 )
 from tokenmill.contracts.result import ModelRunnerOutput
 from tokenmill.contracts.seams import GrammarManager, NoGrammars
-from tokenmill.core.admission import OutputSettled, ReadinessRule, acceptance_rules
+from tokenmill.core.admission import OutputSettled, ReadinessRule, ReadinessRules, acceptance_rules
 from tokenmill.core.chunks import ChunkSizes
 from tokenmill.core.deadlines import Deadlines
-from tokenmill.core.decoding import decodes_in_place, got_its_token, settle_token
+from tokenmill.core.decoding import settle_token, steps_in_place
 from tokenmill.core.drafting import Drafting
 from tokenmill.core.grammar import GrammarReady, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
@@ -84,12 +84,11 @@ class Scheduler:
             max_step_tokens=config.max_num_batched_tokens + 2 * num_speculative_tokens,
             verify_hits=verify_prefix_hits,
         )
-        self._vocab_size = vocab_size
         self._num_speculative_tokens = num_speculative_tokens
         if num_lookahead_tokens is None:
             num_lookahead_tokens = num_speculative_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
-        self._clock = clock
+        self._vocab_size, self._clock = vocab_size, clock
         self._chunks = ChunkSizes(config, kv_cache_config.groups)
         # The last token of a sequence needs no slot: it is never computed.
         self._max_total_tokens = min(config.max_model_len, self.kv.num_usable_tokens + 1)
@@ -97,10 +96,8 @@ class Scheduler:
         self._acceptance_rules = acceptance_rules(config.max_model_len, self.kv.num_usable_tokens)
         self._grammars = grammars or NoGrammars()
         self._drafting = Drafting(num_speculative_tokens, self._grammars)
-        self._readiness_rules: tuple[ReadinessRule, ...] = (
-            OutputSettled(),
-            GrammarReady(self._grammars),
-            *readiness_rules,
+        self._readiness = ReadinessRules(
+            OutputSettled(), GrammarReady(self._grammars), *readiness_rules
         )
         self._policy = get_policy(config.policy)
 
@@ -113,9 +110,9 @@ class Scheduler:
         self._freed_rows: list[int] = []
         self._deadlines = Deadlines()
         self._in_flight: deque[Step] = deque()
-        self._next_step_id = 0
+        self._last = Step(SchedulerOutput(-1), 0, self._chunks, num_repeats=0)
         self._ended_outputs: list[EngineCoreOutput] = []
-        self._num_preemptions = self._num_errors = 0
+        self._next_step_id = self._num_preemptions = self._num_errors = 0
 
     # ---- requests come and go -------------------------------------------------------------
 
@@ -140,10 +137,8 @@ class Scheduler:
 
         No output is made: whoever aborts knows. What is in flight for them is dropped.
         """
-        for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is not None:
-                self._finish(request, RequestStatus.FINISHED_ABORTED)
+        for request in filter(None, map(self.requests.get, request_ids)):
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request is alive."""
@@ -182,16 +177,31 @@ class Scheduler:
 
         An empty plan must not be sent. Rows that were freed are told in the next plan that is not.
         """
-        now = self._clock()
-        self._abort_overdue(now)
+        if self._deadlines.pending:
+            self._abort_overdue()
+        most = self.config.max_num_seqs
+        if not self._freed_rows and self._last.can_repeat(len(self.requests), most):
+            step = self._last.repeat(self._next_step_id)
+        else:
+            step = self._plan_step()
+        if step.requests:
+            self._last = step
+            self._in_flight.append(step)
+            self._next_step_id += 1
+        return step.plan
+
+    def _plan_step(self) -> Step:
         plan, budget = SchedulerOutput(self._next_step_id), self.config.max_num_batched_tokens
         step = Step(plan, budget, self._chunks, self.running)
         self._schedule_running(step)
-        if not step.num_preempted:
-            self._schedule_waiting(step, now)
+        if not step.num_preempted and len(self.requests) > len(self.running):
+            self._schedule_waiting(step, self._clock())
+        if self._num_speculative_tokens:
+            step.num_repeats = 0  # its result may bring drafts
         if step.requests:
-            self._launch(step)
-        return step.plan
+            plan.finished_rows, self._freed_rows = self._freed_rows, []
+            step.launch()
+        return step
 
     def _schedule_running(self, step: Step) -> None:
         """Continue running requests in the order of admission, preempting where blocks lack."""
@@ -201,8 +211,9 @@ class Scheduler:
                 break
             if request.num_output_placeholders and self._drafting.holds(request):
                 continue
-            if decodes_in_place(request, self._num_lookahead_tokens):
-                step.add_decode(request)
+            num_steps = steps_in_place(request, self._num_lookahead_tokens)
+            if num_steps > 0:
+                step.add_decode(request, num_steps)
             elif request.is_running:  # not preempted for one before it
                 self._drafting.leave_room(request, len(requests) - index, step)
                 num_pending = request.num_pending_tokens
@@ -231,21 +242,16 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, now: float) -> None:
         """Start waiting requests in their order, until one that is ready does not fit."""
         set_aside = []
-        for rule in self._readiness_rules if self.waiting else ():
-            rule.begin_pass(self.running)
+        self._readiness.begin_pass(self.running)
         while self.waiting and step.token_budget and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek()
-            request.wait_reason = self._wait_reason(request)
+            request.wait_reason = self._readiness.wait_reason(request)
             if request.wait_reason is not None:
                 set_aside.append(self.waiting.pop())
             elif not self._start(request, step, now):
                 break
         for request in reversed(set_aside):
             self.waiting.prepend(request)
-
-    def _wait_reason(self, request: Request) -> str | None:
-        reasons = (rule.wait_reason(request) for rule in self._readiness_rules)
-        return next(filter(None, reasons), None)
 
     def _start(self, request: Request, step: Step, now: float) -> bool:
         """Admit the first waiting request, if budget and blocks allow; False leaves all as it was.
@@ -278,12 +284,6 @@ class Scheduler:
         step.add(request, num_new_tokens)
         return True
 
-    def _launch(self, step: Step) -> None:
-        step.plan.finished_rows, self._freed_rows = self._freed_rows, []
-        step.launch()
-        self._in_flight.append(step)
-        self._next_step_id += 1
-
     # ---- settling -------------------------------------------------------------------------
 
     def update_from_output(
@@ -293,16 +293,16 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.plan is plan, "plans settle in the order in which they were made"
         assert result.step_id == plan.step_id, "this is another plan's result"
-        outputs, tokens_only = [], result.has_tokens_only
+        outputs, tokens, tokens_only = [], result.sampled_token_ids, result.has_tokens_only
+        vocab_size, kv, finish = self._vocab_size, self.kv, self._finish
         for index, request in enumerate(step.requests):
             request.num_steps_in_flight -= 1
-            if request.is_finished:
-                continue
-            if tokens_only and got_its_token(step, index, result, self._vocab_size):
-                sampled = result.sampled_token_ids[index]
-                outputs.append(settle_token(request, sampled, self.kv, self._finish))
-                continue
-            output = self._settle(step, index, result)
+            output = None
+            if tokens_only and step.is_decode[index]:
+                output = settle_token(request, tokens[index], vocab_size, kv, finish)
+            if output is None and not request.is_finished:
+                output = self._settle(step, index, result)
+                self._last.num_repeats = 0
             if output is not None:
                 outputs.append(output)
         return self._collect(outputs)
@@ -351,8 +351,9 @@ class Scheduler:
         return output
 
     def _collect(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
-        ended, self._ended_outputs = self._ended_outputs, []
-        return EngineCoreOutputs(outputs=ended + outputs, stats=self.make_stats())
+        if self._ended_outputs:
+            outputs, self._ended_outputs = self._ended_outputs + outputs, []
+        return EngineCoreOutputs(outputs)
 
     # ---- ends and preemption --------------------------------------------------------------
 
@@ -365,12 +366,11 @@ class Scheduler:
         output.error = error
         return output
 
-    def _abort_overdue(self, now: float) -> None:
-        for request_id in self._deadlines.pop_overdue(now):
-            request = self.requests.get(request_id)
-            if request is not None:
-                self._finish(request, RequestStatus.FINISHED_ABORTED)
-                self._ended_outputs.append(request.make_output())
+    def _abort_overdue(self) -> None:
+        overdue = self._deadlines.pop_overdue(self._clock())
+        for request in filter(None, map(self.requests.get, overdue)):
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+            self._ended_outputs.append(request.make_output())
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks and row; it waits in front and computes again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,7 +22,11 @@ class Step:
     running: Mapping[str, Request] = field(default_factory=dict)
     """All that run, whether or not they are in the step yet."""
     requests: list[Request] = field(default_factory=list)
+    is_decode: list[bool] = field(default_factory=list)
+    """Whether a request computes one token and gets one, and none of others' choice with it."""
     num_preempted: int = 0
+    num_repeats: int = sys.maxsize
+    """How often at least all of its requests can do the same again."""
 
     def fitting(self, num_computed_tokens: int, wanted: int) -> int:
         """How many of the `wanted` next tokens of a request the step still takes; 0 if other
@@ -64,10 +69,16 @@ class Step:
         plan.num_logits.append(num_logits)
         plan.is_sampled.append(is_sampled)
         self.requests.append(request)
+        self.is_decode.append(
+            num_new_tokens == 1 and is_sampled and not num_drafts and request.is_plain
+        )
+        self.num_repeats = 0
         self.token_budget -= num_new_tokens
 
-    def add_decode(self, request: Request) -> None:
-        """`add` for a request that decodes in place (`decoding.py`)."""
+    def add_decode(self, request: Request, num_steps: int) -> None:
+        """`add` for a request that decodes in place (`decoding.py`) in the next `num_steps` steps,
+        this one included.
+        """
         plan = self.plan
         assert request.row is not None
         plan.req_ids.append(request.request_id)
@@ -76,6 +87,9 @@ class Step:
         plan.num_logits.append(1)
         plan.is_sampled.append(True)
         self.requests.append(request)
+        self.is_decode.append(True)
+        if num_steps <= self.num_repeats:
+            self.num_repeats = num_steps - 1
         self.token_budget -= 1
 
     def add_block_ids(self, request: Request, new_block_ids: BlockIds) -> None:
@@ -107,6 +121,7 @@ class Step:
         self.token_budget += plan.num_scheduled_tokens[index]
         parallel: tuple[list[Request] | list[str] | list[int] | list[bool], ...] = (
             self.requests,
+            self.is_decode,
             plan.req_ids,
             plan.rows,
             plan.num_scheduled_tokens,
@@ -148,3 +163,40 @@ class Step:
             request.num_untold_tokens = 0
             if request.draft_token_ids:
                 request.draft_token_ids = []
+
+    def can_repeat(self, num_alive: int, max_num_seqs: int) -> bool:
+        """Whether the next step can be this one again: nobody has left since, all that run are in
+        it, and of the `num_alive` requests no other may start.
+        """
+        num_running = len(self.running)
+        return (
+            self.num_repeats > 0
+            and len(self.requests) == num_running
+            and (num_alive == num_running or num_running == max_num_seqs)
+        )
+
+    def repeat(self, step_id: int) -> Step:
+        """The next step, launched."""
+        plan, requests = self.plan, self.requests
+        for request in requests:
+            request.num_computed_tokens += 1
+            request.num_output_placeholders += 1
+            request.num_steps_in_flight += 1
+        again = SchedulerOutput(
+            step_id,
+            plan.req_ids,
+            plan.rows,
+            plan.num_scheduled_tokens,
+            plan.num_logits,
+            plan.is_sampled,
+            is_repeated=True,
+        )
+        return Step(
+            again,
+            self.token_budget,
+            self.chunks,
+            self.running,
+            requests,
+            self.is_decode,
+            num_repeats=self.num_repeats - 1,
+        )

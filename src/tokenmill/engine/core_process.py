@@ -188,8 +188,9 @@ class CoreLoop:
             self._held_back_ms = min(max(2 * self._held_back_ms, shortest), longest)
 
     def _send_news(self, outputs: EngineCoreOutputs) -> None:
-        if outputs.outputs or outputs.stats != self._stats_sent:
-            self._stats_sent = outputs.stats
+        stats = self._core.scheduler.make_stats()
+        if outputs.outputs or stats != self._stats_sent:
+            outputs.stats = self._stats_sent = stats
             self._channel.send(wire.StepOutputs(outputs))
 
 

@@ -56,7 +56,7 @@ class InlineExecutor(LocalExecutor):
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._error = None
-        worker = self._running_worker()
+        worker = self._worker or self._running_worker()
         try:
             worker.execute_model(plan)
         except Exception as error:  # noqa: BLE001 - raised again by `result()`
@@ -65,7 +65,7 @@ class InlineExecutor(LocalExecutor):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
         if self._error is not None:
             return FailedStep(self._error)
-        worker = self._running_worker()
+        worker = self._worker or self._running_worker()
         try:
             return worker.sample_tokens(grammar_output)
         except Exception as error:  # noqa: BLE001 - raised again by `result()`

@@ -53,7 +53,6 @@ from tokenmill.worker.inputs.protocol import StepInputs
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.results import (
     ExecuteModelState,
-    FinishedStep,
     decode_output,
     finish_now,
     make_output,
@@ -193,7 +192,7 @@ class ModelRunner:
             gained = np.array([bool(each) for each in output.sampled_token_ids])
             num_tokens = self._rows.num_tokens[rows]
             output.draft_token_ids = self._propose(state.req_ids, rows, num_tokens, gained)
-        return FinishedStep(output)
+        return output
 
     @torch.inference_mode()
     def _execute(self, plan: SchedulerOutput) -> ExecuteModelState:

@@ -38,17 +38,6 @@ class ExecuteModelState:
     """Places in the batch of requests whose prompt logits are not finite."""
 
 
-class FinishedStep:
-    """A step whose result is there."""
-
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
-
-    def result(self) -> ModelRunnerOutput:
-        """The result."""
-        return self._output
-
-
 class UnfinishedStep:
     """A step that the device still computes; its result is made by whoever asks first."""
 
@@ -64,9 +53,9 @@ class UnfinishedStep:
         return self._output
 
 
-def finish_now(finish: Callable[[], ModelRunnerOutput]) -> FinishedStep:
+def finish_now(finish: Callable[[], ModelRunnerOutput]) -> ModelRunnerOutput:
     """For a device that computes in the calls themselves."""
-    return FinishedStep(finish())
+    return finish()
 
 
 def finish_later(finish: Callable[[], ModelRunnerOutput]) -> UnfinishedStep:

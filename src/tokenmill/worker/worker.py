@@ -12,7 +12,6 @@ from tokenmill.contracts.request import AdapterInfo
 from tokenmill.contracts.result import ModelRunnerOutput
 from tokenmill.contracts.seams import StepFuture
 from tokenmill.worker.model_runner import ModelRunner
-from tokenmill.worker.results import FinishedStep
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,8 @@ class Worker:
         """Apply a plan and run its forward pass."""
         self._plan = plan
         self._forward = None
-        self.runner.update_states(plan)
+        if not plan.is_repeated:
+            self.runner.update_states(plan)
         if plan.rows:
             try:
                 self.runner.execute_model(plan)
@@ -71,7 +71,7 @@ class Worker:
         """Finish the step that `execute_model` began, as far as the host goes."""
         plan = self._plan
         if not plan.rows:
-            return FinishedStep(ModelRunnerOutput(plan.step_id, [], []))
+            return ModelRunnerOutput(plan.step_id, [], [])
         failure = self._forward
         if failure is None:
             try:
@@ -84,7 +84,7 @@ class Worker:
             failure.reason,
             len(plan.rows),
         )
-        return FinishedStep(self._run_one_by_one(plan, grammar_output))
+        return self._run_one_by_one(plan, grammar_output)
 
     def _run_one_by_one(
         self, plan: SchedulerOutput, grammar_output: GrammarOutput | None

@@ -13,7 +13,7 @@ from helpers.core import (
     planned,
     settle,
 )
-from tokenmill.core.decoding import decodes_in_place
+from tokenmill.core.decoding import steps_in_place
 
 
 def test_drafts_wait_until_the_prompt_is_computed():
@@ -77,7 +77,7 @@ def test_what_became_of_drafts_is_counted():
 
 
 def test_a_request_without_drafts_decodes_in_place_where_nobody_writes_ahead():
-    """Slots ahead are for a drafter's own KV; drafts themselves get theirs when they are planned."""
+    """Slots ahead are for a drafter's own KV; drafts get theirs when they are planned."""
     scheduler = create_scheduler(num_speculative_tokens=3, num_lookahead_tokens=0)
     (data,) = add(scheduler, create_request(4, max_tokens=20))
     settle(scheduler, scheduler.schedule(), draft_token_ids={data.request_id: [5, 6, 7]})
@@ -85,7 +85,7 @@ def test_a_request_without_drafts_decodes_in_place_where_nobody_writes_ahead():
     assert request.num_slots == 4
     settle(scheduler, scheduler.schedule(), {data.request_id: [9]})
     assert request.num_slots == 8
-    assert decodes_in_place(request)
+    assert steps_in_place(request) == 3  # to the last slot
     plan = scheduler.schedule()
     assert planned(plan) == {data.request_id: 1}
 

@@ -26,7 +26,6 @@ from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import AttentionMetadataByLayer, ModelRunner
 from tokenmill.worker.pooling.pooler import Pooler, as_data
 from tokenmill.worker.pooling.states import PoolState
-from tokenmill.worker.results import FinishedStep
 
 NOT_FINITE = (
     "The model gave this request no usable result: it holds NaN or infinite values. If other"
@@ -91,14 +90,12 @@ class PoolingRunner(ModelRunner):
         self._rows.commit(
             batch.rows, batch.seq_lens.astype(np.int64), self._rows.num_tokens[batch.rows]
         )
-        return FinishedStep(
-            ModelRunnerOutput(
-                step_id=step.step_id,
-                req_ids=batch.req_ids,
-                sampled_token_ids=[[] for _ in batch.req_ids],
-                pooled=step.pooled,
-                errors=step.errors,
-            )
+        return ModelRunnerOutput(
+            step_id=step.step_id,
+            req_ids=batch.req_ids,
+            sampled_token_ids=[[] for _ in batch.req_ids],
+            pooled=step.pooled,
+            errors=step.errors,
         )
 
     def _hidden_states(
