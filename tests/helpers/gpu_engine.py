@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,9 @@ from tokenmill.engine.client import InProcessClient
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.executor.local import InlineExecutor
+from tokenmill.features.lora.build import OnGpu, build_adapters
 from tokenmill.layers.gpu import GpuKernels, WeightFormat
+from tokenmill.lora_request import LoRARequest
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 from tokenmill.outputs import RequestOutput
@@ -28,6 +31,7 @@ from tokenmill.worker.batch import BatchShape
 from tokenmill.worker.gpu import make_gpu_runner
 from tokenmill.worker.graphs.cuda import GraphSizes
 from tokenmill.worker.graphs.forward import DirectForward
+from tokenmill.worker.inputs.staging import Staging
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.worker import Worker
 
@@ -81,8 +85,9 @@ def gpu_engine(
     weight_format = cast(WeightFormat, config.quantization or "plain")
     kernels = GpuKernels(device(), exact=config.exact, weight_format=weight_format)
     model = load_model(config.model, checkpoint, kernels=kernels)
+    adapters = build_adapters(config, model, OnGpu(device(), Staging(device()).stage_into))
     cache = kv_cache_config(config, model)
-    runner = make_gpu_runner(config, model, cache, device())
+    runner = make_gpu_runner(config, model, cache, device(), adapters)
     if sizes is not None:
         runner.capture(lambda model, largest, blank_step: PaddedForward(model, sizes))
     worker = Worker(runner, cache)
@@ -108,11 +113,15 @@ def gpu_engine(
 
 
 def generate(
-    engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]
+    engine: LLMEngine,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[RequestOutput]:
     """Run token prompts to their ends; outputs in the order of the prompts."""
-    for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(str(i), {"prompt_token_ids": prompt}, asked)
+    given = adapters or [None] * len(prompts)
+    for i, (prompt, asked, adapter) in enumerate(zip(prompts, params, given, strict=True)):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, asked, lora_request=adapter)
     ended = {}
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -10,7 +10,8 @@ from tokenmill.config.engine_config import EngineConfig, LoRAConfig
 from tokenmill.config.parameters import at_least
 from tokenmill.errors import ConfigError, shown
 
-MAX_RANK = 512
+MAX_RANK = {"cpu": 512, "cuda": 128}
+"""Of the kernels of a device."""
 
 
 def resolve_lora(args: EngineArgs, dtype: str, device: str) -> LoRAConfig | None:
@@ -22,8 +23,10 @@ def resolve_lora(args: EngineArgs, dtype: str, device: str) -> LoRAConfig | None
         return None
     max_loras = at_least("max_loras", args.max_loras, 1)
     max_rank = at_least("max_lora_rank", args.max_lora_rank, 1)
-    if max_rank > MAX_RANK:
-        raise ConfigError(f"max_lora_rank={max_rank} must be at most {MAX_RANK}.")
+    if max_rank > MAX_RANK[device]:
+        raise ConfigError(
+            f"max_lora_rank={max_rank} must be at most {MAX_RANK[device]} with device={device!r}."
+        )
     max_cpu_loras = max_loras
     if args.max_cpu_loras is not None:
         max_cpu_loras = at_least("max_cpu_loras", args.max_cpu_loras, 1)
