@@ -72,6 +72,24 @@ def test_latency_of_a_batch(model):
     assert figures["profile"] == {}
 
 
+def test_latency_with_drafts(model):
+    """Random prompts repeat nothing, but greedy answers of a tiny model do."""
+    lookup = '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}'
+    settings = (
+        *("latency", "--model", model, *ENGINE, "--speculative-config", lookup),
+        *("--output-len", "60", "--num-iters", "1", "--quiet"),
+    )
+    figures = report(*settings)
+    drafts = figures["drafts"]
+    assert drafts["num_draft_tokens"] > 0
+    assert 0 <= drafts["share_held"] <= 1
+    assert drafts["mean_accepted_length"] >= 1
+    decode = figures["phases"][-1]
+    assert (decode["phase"], decode["num_steps"] < 60) == ("decode", True)
+    result = bench(*settings)
+    assert f"of {drafts['num_draft_tokens']} drafts" in result.stdout
+
+
 def test_throughput_with_a_profile(model):
     result = bench(
         *("throughput", "--model", model, *ENGINE, "--num-prompts", "9", "--input-len", "5"),

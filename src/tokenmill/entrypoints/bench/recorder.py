@@ -95,8 +95,9 @@ class StepRecord:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request computed one token and sampled one."""
-        return self.num_tokens == len(self.work) == self.num_sampled
+        """Whether every request computed one token, and drafts if it had some, and sampled."""
+        checks_all = all(each.num_tokens == each.num_logits for each in self.work)
+        return checks_all and self.num_sampled == len(self.work)
 
 
 class StepRecorder:
@@ -117,7 +118,8 @@ class StepRecorder:
         self._times = StageTimes()
         self._num_computed: dict[str, int] = {}
         self._under_way: dict[int, tuple[RequestWork, ...]] = {}
-        self._begun: list[SchedulerOutput] = []
+        self._begun: list[tuple[SchedulerOutput, list[int] | None]] = []
+        self._drafts = self._engine.config.speculation is not None
         self._settled: SchedulerOutput | None = None
 
     def __enter__(self) -> StepRecorder:
@@ -142,8 +144,8 @@ class StepRecorder:
         begin = time.perf_counter()
         outputs = self._engine.step()
         seconds = time.perf_counter() - begin
-        for plan in self._begun:
-            self._under_way[plan.step_id] = self._work_of(plan)
+        for plan, ends in self._begun:
+            self._under_way[plan.step_id] = self._work_of(plan, ends)
         self._begun.clear()
         if self._settled is not None:
             plan, self._settled = self._settled, None
@@ -160,21 +162,28 @@ class StepRecorder:
 
     def begin(self, plan: SchedulerOutput) -> None:
         """A plan is submitted; what it computes is worked out when the clocks have stopped."""
-        self._begun.append(plan)
+        ends = None
+        if self._drafts:  # those that do not hold are taken back
+            requests = self._parts.core.scheduler.requests
+            ends = [requests[req_id].num_computed_tokens for req_id in plan.req_ids]
+        self._begun.append((plan, ends))
 
     def end(self, plan: SchedulerOutput) -> None:
         """Its step has settled."""
         self._settled = plan
 
-    def _work_of(self, plan: SchedulerOutput) -> tuple[RequestWork, ...]:
-        """To be asked of the plans in their order."""
+    def _work_of(self, plan: SchedulerOutput, ends: list[int] | None) -> tuple[RequestWork, ...]:
+        """To be asked of the plans in their order; `ends` are the requests' lengths behind them,
+        where they do not follow from the plans.
+        """
         for request in plan.scheduled_new_reqs:
             self._num_computed[request.req_id] = request.num_computed_tokens
         work = []
-        for req_id, num_tokens, num_logits in zip(
-            plan.req_ids, plan.num_scheduled_tokens, plan.num_logits, strict=True
-        ):
+        counts = zip(plan.req_ids, plan.num_scheduled_tokens, plan.num_logits, strict=True)
+        for index, (req_id, num_tokens, num_logits) in enumerate(counts):
             self._num_computed[req_id] += num_tokens
+            if ends is not None:
+                self._num_computed[req_id] = ends[index]
             work.append(RequestWork(num_tokens, self._num_computed[req_id], num_logits))
         return tuple(work)
 

@@ -24,10 +24,32 @@ from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from tokenmill.config.engine_args import EngineArgs
     from tokenmill.config.engine_config import EngineConfig
+    from tokenmill.contracts.request import SchedulerStats
     from tokenmill.entrypoints.llm import LLM
 
 
 _Report = TypeVar("_Report")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReport:
+    """What became of drafts."""
+
+    num_draft_tokens: int
+    """Checked."""
+    share_held: float
+    mean_accepted_length: float
+    """Tokens that a request has brought in a step that checked drafts of it."""
+
+    @classmethod
+    def between(cls, before: SchedulerStats, after: SchedulerStats) -> DraftReport | None:
+        """None if there were no drafts."""
+        num_steps = after.num_drafts - before.num_drafts
+        num_tokens = after.num_draft_tokens - before.num_draft_tokens
+        num_held = after.num_accepted_tokens - before.num_accepted_tokens
+        if not num_steps:
+            return None
+        return cls(num_tokens, num_held / num_tokens, 1 + num_held / num_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +60,7 @@ class Run:
     num_output_tokens: int
     seconds: float
     steps: list[StepRecord]
+    drafts: DraftReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +112,8 @@ class ServingReport:
     host_milliseconds: dict[str, float]
     """By phase, of a step outside of its kernels, median of a run without the clocks of the
     stages; empty without a profile, and where the kernels are not native."""
+    drafts: DraftReport | None
+    """None if there were none."""
 
 
 def measure_latency(
@@ -143,6 +168,7 @@ def _measure(
         profile=_by_phase(runs, profile_of) if profile else {},
         kernels=_by_phase(runs, kernels_of) if profile else {},
         host_milliseconds=_host_milliseconds(llm, count, options) if profile else {},
+        drafts=chosen.drafts,
     )
 
 
@@ -187,6 +213,8 @@ def run_requests(
     prompts = random_prompts(count, input_len, engine.config.model.vocab_size)
     request_ids = [f"bench-{number}" for number in range(count)]
     num_output_tokens = 0
+    scheduler = EngineParts.of(llm).core.scheduler
+    before = scheduler.make_stats()
     with StepRecorder(llm, profile=profile, stages=stages) as recorder:
         begin = time.perf_counter()
         try:
@@ -198,7 +226,8 @@ def run_requests(
         finally:
             engine.abort_request(request_ids)
         seconds = time.perf_counter() - begin
-    return Run(count, num_output_tokens, seconds, recorder.steps)
+    drafts = DraftReport.between(before, scheduler.make_stats())
+    return Run(count, num_output_tokens, seconds, recorder.steps, drafts)
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:

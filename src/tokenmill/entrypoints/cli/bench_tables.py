@@ -23,6 +23,11 @@ def show_serving(console: Console, report: ServingReport) -> None:
         f" {report.seconds:.3f} s, {report.output_tokens_per_second:.1f} new tokens/s,"
         f" {report.requests_per_second:.2f} requests/s over the whole call"
     )
+    if report.drafts is not None:
+        console.print(
+            f"of {report.drafts.num_draft_tokens} drafts {report.drafts.share_held:.1%} held: a"
+            f" step that checked some brought {report.drafts.mean_accepted_length:.2f} tokens"
+        )
     console.print(_phase_table(report.phases))
     for phase in report.phases:
         console.print(_limit_line(phase, report), style="dim")
