@@ -32,7 +32,7 @@ Weights are read from safetensors (one file or several) in float32, float16 or b
 
 RoPE scaling: `default`, `linear`, `dynamic`, `llama3`, `yarn`, `longrope`. What depends on a length depends on `max_model_len`, so that a cached key stays right while its text grows.
 
-State-space layers beside attention: Bamba so far; models without attention, and others with such layers, are not here yet ([record 22](adr/0022-state-layers-as-a-third-kind-of-group.md)). To add a family, see [add a model](add-a-model.md).
+State-space layers: those of Mamba-2, beside attention (Bamba) or alone; other models with such layers are not here yet ([record 22](adr/0022-state-layers-as-a-third-kind-of-group.md)). A model without attention has a KV cache of states only: `num_kv_blocks` counts these, a sequence of any length holds three, and as it knows no positions, its context is 32,768 tokens unless `max_position_embeddings` says otherwise. To add a family, see [add a model](add-a-model.md).
 """
 
 BACKEND = """

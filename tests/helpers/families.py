@@ -41,6 +41,7 @@ class Family:
     """Whether a step's kernel calls are recorded, in bfloat16 on the native kernels."""
     runs_on_gpu: bool = True
     has_native_attention: bool = True
+    has_attention: bool = True
     gguf: str = ""
     """`general.architecture` of GGUF files that are read."""
     real_weights: str = ""
@@ -283,6 +284,28 @@ FAMILIES = [
             "time_step_limit": [0.0, 1.5],
         },
         runs_on_gpu=False,
+    ),
+    Family(
+        "mamba2",
+        "Mamba-2, Mamba-Codestral",
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        {
+            "intermediate_size": None,
+            "num_attention_heads": None,
+            "num_key_value_heads": None,
+            "max_position_embeddings": None,
+            "num_hidden_layers": 3,
+            "num_heads": 8,
+            "head_dim": 32,
+            "n_groups": 2,
+            "state_size": 16,
+            "chunk_size": 32,
+            "time_step_limit": [0.0, 1.5],
+        },
+        runs_on_gpu=False,
+        has_attention=False,
+        not_supported="Mamba (the first)",
     ),
 ]
 """In the order of the page."""

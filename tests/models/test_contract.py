@@ -123,7 +123,9 @@ def test_the_same_bits_however_requests_are_run(family: Family, dtype: str) -> N
     with engine(family, dtype, num_kv_blocks=6, max_model_len=160) as llm:
         outputs = llm.generate(*requests(), use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [ids for ids, _ in alone]
-        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        preemptions = sum(output.metrics.num_preemptions for output in outputs)
+        # Six blocks of states are enough; test_states.py has fewer.
+        assert (preemptions > 0) == family.has_attention
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"quantization": "int4"}], ids=str)

@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenmill.config.memory import StepShape, layer_kv_bytes
 from tokenmill.config.parameters import ModelParameters
+from tokenmill.config.state_space import MOST_STATE_BLOCKS
 from tokenmill.config.windows import layer_windows
 
 MAX_GROUPS = 8
@@ -129,6 +130,32 @@ class KVLayout:
         return -(-(window - 1 + self.step.max_num_batched_tokens) // self.block_size) + 1
 
 
+@dataclass(frozen=True, slots=True)
+class StateLayout(KVLayout):
+    """Of a model that keeps states and no KV: its blocks are those of states."""
+
+    state_bytes: int = 0
+    """Of a block, in all layers."""
+
+    @property
+    def bytes_per_whole_block(self) -> int:
+        return self.state_bytes
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.state_bytes
+
+    def num_groups(self) -> int:
+        return 1
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        return min(-(-num_tokens // self.block_size), MOST_STATE_BLOCKS)
+
+    def capacity(self, num_blocks: int) -> int:
+        longest = self.step.max_model_len
+        return num_blocks * longest // self.blocks_needed(longest)
+
+
 def kv_layout(
     hf_config: Mapping[str, Any],
     parameters: ModelParameters,
@@ -139,7 +166,11 @@ def kv_layout(
 ) -> KVLayout:
     """Of the model of a config.json that runs on `implementation`'s code."""
     windows = model_windows(hf_config, parameters, implementation)
-    return KVLayout(block_size, windows, layer_kv_bytes(parameters, kv_dtype), step)
+    bytes_per_token = layer_kv_bytes(parameters, kv_dtype)
+    if parameters.states is not None and not windows:
+        state_bytes = parameters.states.bytes_per_block
+        return StateLayout(block_size, (), bytes_per_token, step, state_bytes=state_bytes)
+    return KVLayout(block_size, windows, bytes_per_token, step)
 
 
 def model_windows(

@@ -189,7 +189,7 @@ def empty_ledger(
         kv_tokens=0,
         adapters=0 if lora is None else adapter_bytes(lora, weights.shapes, device),
     )
-    if parameters.states is None:
+    if parameters.states is None or parameters.num_kv_layers == 0:  # then they are the KV pool
         return ledger
     count = num_state_blocks(parameters.states, step.max_num_seqs, ledger.left)
     num_bytes = count * parameters.states.bytes_per_block

@@ -51,6 +51,9 @@ def read_parameters(config: Mapping[str, Any], *, caches_latents: bool = True) -
             "config.json has no `architectures`, so the model's family is unknown;"
             " add it with hf_overrides, such as {'architectures': ['LlamaForCausalLM']}."
         )
+    states = read_state_sizes(config)
+    if states is not None and states.num_layers == config.get("num_hidden_layers"):
+        return _without_attention(config, states)
     num_heads = positive_int(config, "num_attention_heads")
     hidden_size = positive_int(config, "hidden_size")
     num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
@@ -71,45 +74,105 @@ def read_parameters(config: Mapping[str, Any], *, caches_latents: bool = True) -
         vocab_size=positive_int(config, "vocab_size"),
         max_context=_max_context(config),
         stores_values=config.get("kv_lora_rank") is None or not caches_latents,
-        states=read_state_sizes(config),
+        states=states,
     )
 
 
-_WITH_STATES = ("Bamba",)
-"""What the names of architectures with state-space layers begin with."""
+_UNBOUNDED_CONTEXT = 32_768
+"""Of models that know no positions, if their config does not say: tables of tokens end here."""
+
+
+def _without_attention(config: Mapping[str, Any], states: StateSizes) -> ModelParameters:
+    """Of a model that consists of state-space layers; its heads are theirs."""
+    return ModelParameters(
+        architecture=str(config["architectures"][0]),
+        num_layers=states.num_layers,
+        hidden_size=positive_int(config, "hidden_size"),
+        intermediate_size=states.num_heads * states.head_size,
+        num_heads=states.num_heads,
+        num_kv_heads=states.num_heads,
+        head_size=states.head_size,
+        vocab_size=positive_int(config, "vocab_size"),
+        max_context=positive_int(config, "max_position_embeddings", _UNBOUNDED_CONTEXT),
+        states=states,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _StateKeys:
+    """What a family calls the sizes of its state-space layers, and what they are by default."""
+
+    num_heads: str
+    head_size: str
+    state_size: str
+    num_groups: str
+    kernel_size: str
+    expand: str
+    default_state_size: int
+    default_num_groups: int
+    beside_attention: bool
+
+
+_STATE_KEYS = {
+    "Bamba": _StateKeys(
+        num_heads="mamba_n_heads",
+        head_size="mamba_d_head",
+        state_size="mamba_d_state",
+        num_groups="mamba_n_groups",
+        kernel_size="mamba_d_conv",
+        expand="mamba_expand",
+        default_state_size=256,
+        default_num_groups=1,
+        beside_attention=True,
+    ),
+    "Mamba2": _StateKeys(
+        num_heads="num_heads",
+        head_size="head_dim",
+        state_size="state_size",
+        num_groups="n_groups",
+        kernel_size="conv_kernel",
+        expand="expand",
+        default_state_size=128,
+        default_num_groups=8,
+        beside_attention=False,
+    ),
+}
+"""By what the names of architectures with state-space layers begin with."""
 
 
 def read_state_sizes(config: Mapping[str, Any]) -> StateSizes | None:
-    """Of a model with Mamba-2 layers beside attention that we serve; None of any other.
+    """Of a model with Mamba-2 layers that we serve; None of any other.
 
     Raises `ConfigError` that names the key at fault.
     """
-    architectures = config.get("architectures") or [""]
-    if not str(architectures[0]).startswith(_WITH_STATES):
+    architecture = str((config.get("architectures") or [""])[0])
+    keys = next((_STATE_KEYS[name] for name in _STATE_KEYS if architecture.startswith(name)), None)
+    if keys is None:
         return None
     hidden_size = positive_int(config, "hidden_size")
-    num_heads = positive_int(config, "mamba_n_heads")
-    inner = hidden_size * positive_int(config, "mamba_expand", 2)
-    head_size = config.get("mamba_d_head", "auto")
-    head_size = inner // num_heads if head_size == "auto" else positive_int(config, "mamba_d_head")
+    num_heads = positive_int(config, keys.num_heads)
+    inner = hidden_size * positive_int(config, keys.expand, 2)
+    head_size = config.get(keys.head_size, "auto")
+    head_size = inner // num_heads if head_size == "auto" else positive_int(config, keys.head_size)
     if num_heads * head_size != inner:
         raise ConfigError(
-            f"config.json: mamba_n_heads={num_heads} heads of mamba_d_head={head_size} values are"
-            f" not mamba_expand * hidden_size, {inner}."
+            f"config.json: {keys.num_heads}={num_heads} heads of {keys.head_size}={head_size}"
+            f" values are not {keys.expand} * hidden_size, {inner}."
         )
-    num_groups = positive_int(config, "mamba_n_groups", 1)
+    num_groups = positive_int(config, keys.num_groups, keys.default_num_groups)
     if num_heads % num_groups:
         raise ConfigError(
-            f"config.json: mamba_n_heads={num_heads} is not a multiple of"
-            f" mamba_n_groups={num_groups}."
+            f"config.json: {keys.num_heads}={num_heads} is not a multiple of"
+            f" {keys.num_groups}={num_groups}."
         )
+    num_others = len(attention_indices(config)) if keys.beside_attention else 0
     return StateSizes(
-        num_layers=positive_int(config, "num_hidden_layers") - len(attention_indices(config)),
+        num_layers=positive_int(config, "num_hidden_layers") - num_others,
         num_heads=num_heads,
         head_size=head_size,
-        state_size=positive_int(config, "mamba_d_state", 256),
+        state_size=positive_int(config, keys.state_size, keys.default_state_size),
         num_groups=num_groups,
-        kernel_size=positive_int(config, "mamba_d_conv", 4),
+        kernel_size=positive_int(config, keys.kernel_size, 4),
     )
 
 
@@ -125,7 +188,7 @@ def attention_indices(config: Mapping[str, Any]) -> frozenset[int]:
     ):
         raise ConfigError(
             f"config.json: attn_layer_indices={shown(given)} must list some of the"
-            f" {num_layers} layers; models without attention are not supported."
+            f" {num_layers} layers, and not all."
         )
     return frozenset(given)
 

@@ -112,7 +112,8 @@ class KVCacheConfig:
     Block 0 is the null block: never handed out, stands for blocks that are not needed.
 
     Groups of states are the last ones. Their blocks are numbers of their own, with a null block of
-    their own, as a state is as large as the KV of hundreds of tokens.
+    their own, as a state is as large as the KV of hundreds of tokens. In a model without attention
+    they are all there is; `num_blocks` is then 1.
     """
 
     num_blocks: int

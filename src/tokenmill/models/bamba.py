@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tokenmill.config.parameters import attention_indices, read_parameters, rope_parameters
+from tokenmill.config.state_space import StateSizes
 from tokenmill.errors import ConfigError, shown
 from tokenmill.kernels.state_space import StateSpaceShape
 from tokenmill.layers.state_space import Mamba2Mixer
@@ -66,19 +67,26 @@ def make_mixer(parts: LayerParts, hf_config: Mapping[str, Any]) -> Mamba2Mixer:
     return Mamba2Mixer(
         f"model.layers.{parts.index}.mamba",
         hidden_size=parts.config.hidden_size,
-        shape=StateSpaceShape(
-            num_heads=sizes.num_heads,
-            head_size=sizes.head_size,
-            state_size=sizes.state_size,
-            num_groups=sizes.num_groups,
-            kernel_size=sizes.kernel_size,
-            dt_limits=time_step_limits(hf_config),
-            norm_eps=parts.config.norm_eps,
-        ),
+        shape=mixer_shape(hf_config, sizes, parts.config.norm_eps),
         bias=bool(hf_config.get("mamba_proj_bias", False)),
         conv_bias=bool(hf_config.get("mamba_conv_bias", True)),
         dtype=parts.dtype,
         kernels=parts.kernels,
+    )
+
+
+def mixer_shape(
+    hf_config: Mapping[str, Any], sizes: StateSizes, norm_eps: float
+) -> StateSpaceShape:
+    """The form of all mixers of a model."""
+    return StateSpaceShape(
+        num_heads=sizes.num_heads,
+        head_size=sizes.head_size,
+        state_size=sizes.state_size,
+        num_groups=sizes.num_groups,
+        kernel_size=sizes.kernel_size,
+        dt_limits=time_step_limits(hf_config),
+        norm_eps=norm_eps,
     )
 
 

@@ -30,6 +30,7 @@ MODELS: dict[str, str] = {
     "DeepseekV2ForCausalLM": "deepseek:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": "deepseek:DeepseekV3ForCausalLM",
     "BambaForCausalLM": "bamba:BambaForCausalLM",
+    "Mamba2ForCausalLM": "mamba2:Mamba2ForCausalLM",
     "BertModel": "bert:BertModel",
     "BertForSequenceClassification": "bert:BertForSequenceClassification",
     "RobertaModel": "bert:BertModel",

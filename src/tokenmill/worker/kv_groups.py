@@ -26,8 +26,12 @@ def kv_cache_config(config: EngineConfig, model: CausalLM) -> KVCacheConfig:
     """The pool of a model.
 
     The config counts blocks that hold their tokens in all layers. Where windows let layers share
-    memory, a block takes less, and the same memory makes more of them.
+    memory, a block takes less, and the same memory makes more of them. Where there are only states,
+    it counts those.
     """
+    states = group_states({name: each.state_spec for name, each in state_layers(model).items()})
+    if not model.attention_layers():
+        return KVCacheConfig(1, config.cache.block_size, states, config.cache.num_blocks)
     max_model_len = config.scheduler.max_model_len
     specs = {
         name: _kept(layer.kv_cache_spec(config.cache.dtype), max_model_len)
@@ -39,7 +43,6 @@ def kv_cache_config(config: EngineConfig, model: CausalLM) -> KVCacheConfig:
     cache = dataclasses.replace(cache, num_blocks=num_blocks)
     if len(cache.groups) > 1:
         _log_groups(cache, max_model_len, config.scheduler.max_num_batched_tokens)
-    states = group_states({name: each.state_spec for name, each in state_layers(model).items()})
     if not states:
         return cache
     num_states = config.ledger.num_state_blocks

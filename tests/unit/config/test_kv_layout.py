@@ -10,7 +10,7 @@ import transformers
 
 from helpers.families import FAMILIES, Family
 from tokenmill.config.engine_args import EngineArgs
-from tokenmill.config.kv_layout import KVLayout, model_windows
+from tokenmill.config.kv_layout import KVLayout, kv_layout, model_windows
 from tokenmill.config.machine import Machine
 from tokenmill.config.memory import StepShape, layer_kv_bytes
 from tokenmill.config.parameters import read_parameters
@@ -122,7 +122,31 @@ def built(hf_config: dict[str, Any]):
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
+WITH_ATTENTION = [family for family in FAMILIES if family.has_attention]
+WITHOUT_ATTENTION = [family for family in FAMILIES if not family.has_attention]
+
+
+@pytest.mark.parametrize("family", WITHOUT_ATTENTION, ids=lambda family: family.name)
+def test_the_ledger_counts_blocks_of_states_where_there_are_no_others(family: Family) -> None:
+    hf_config = getattr(transformers, family.config_class)(**family.settings()).to_dict()
+    hf_config["architectures"] = [family.architecture]
+    config = resolved(hf_config, dtype="float32", max_num_seqs=4)
+    cache = kv_cache_config(config, built(hf_config))
+    step = StepShape(4, 64, config.model.max_model_len)
+    ours = kv_layout(hf_config, read_parameters(hf_config), "tokenmill", step, 32, "float32")
+    (group,) = cache.groups
+    assert ours.num_groups() == 1
+    assert ours.bytes_per_block == len(group.layer_names) * group.spec.bytes_per_block
+    for num_tokens in (1, 17, 100, 512):
+        assert ours.blocks_needed(num_tokens) == group.blocks_needed(num_tokens, 32, 64)
+    assert config.cache.num_blocks == cache.num_state_blocks == 1 + 3 * 4
+    assert config.ledger.kv_pool == cache.num_state_blocks * ours.bytes_per_block
+    assert config.ledger.states == 0
+    assert [ours.longest_sequence(n) for n in (1, 2, 3)] == [32, 64, config.model.max_model_len]
+    assert ours.capacity(12) == 4 * config.model.max_model_len
+
+
+@pytest.mark.parametrize("family", WITH_ATTENTION, ids=lambda family: family.name)
 def test_the_ledger_knows_the_groups_that_the_worker_will_make(family: Family) -> None:
     hf_config = getattr(transformers, family.config_class)(**family.settings()).to_dict()
     hf_config["architectures"] = [family.architecture]

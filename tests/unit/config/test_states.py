@@ -66,7 +66,7 @@ def test_sizes() -> None:
         ({"mamba_d_head": 24}, "are not mamba_expand"),
         ({"mamba_n_groups": 3}, "mamba_n_heads=8 is not a multiple of mamba_n_groups=3"),
         ({"attn_layer_indices": None}, "must list some of the 4 layers"),
-        ({"attn_layer_indices": []}, "models without attention are not supported"),
+        ({"attn_layer_indices": []}, "some of the 4 layers, and not all"),
         ({"attn_layer_indices": [4]}, "must list some of the 4 layers"),
         ({"attn_layer_indices": [0, 1, 2, 3]}, "must list some of the 4 layers"),
     ],

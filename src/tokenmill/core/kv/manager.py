@@ -71,12 +71,14 @@ class KVCacheManager:
         if max_step_tokens is None:
             max_step_tokens = max_model_len
         self.block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks)
-        """Blocks of KV."""
-        has_states = any(group.keeps_states for group in config.groups)
-        self.state_pool = BlockPool(config.num_state_blocks) if has_states else None
+        sizes = {False: config.num_blocks, True: config.num_state_blocks}
+        kinds = sorted({group.keeps_states for group in config.groups})
+        pools = {keeps_states: BlockPool(sizes[keeps_states]) for keeps_states in kinds}
+        self._pools = tuple(pools.values())
+        self.pool = self._pools[0]
+        """Blocks of KV; of states, where nothing else is kept."""
+        self.state_pool = pools.get(True)
         """Those of states."""
-        pools = {False: self.pool} | ({True: self.state_pool} if self.state_pool else {})
         make_verifier = partial(CompareTokens, self.block_size) if verify_hits else TrustHashes
         self._groups = build_groups(config, pools, make_verifier, max_step_tokens)
         self._no_new_blocks: BlockIds = tuple([] for _ in self._groups)
@@ -101,10 +103,6 @@ class KVCacheManager:
             "prefix_cache_queries": self.prefix_cache_stats.num_queried_tokens,
             "prefix_cache_hits": self.prefix_cache_stats.num_hit_tokens,
         }
-
-    @property
-    def _pools(self) -> tuple[BlockPool, ...]:
-        return (self.pool,) if self.state_pool is None else (self.pool, self.state_pool)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """The longest cached prefix of a request that holds no blocks.
