@@ -6,8 +6,8 @@ sees, in each layer, adds a little. Without this a step behind 32,000 tokens of 
 several times as long as the first one, and the streams beside it would stand still that long.
 
 Where nobody decodes, nobody waits for the step's end but the prompts themselves, and large chunks
-serve them best. Where others do, a step ends in less time: it computes `shared_tokens`, or as much
-for prompts as for the decoding requests if those are many, so that neither of the two starves.
+serve them best. Where others do, a step ends in less time: it computes `shared_tokens`, or, if
+those that decode are many, twice as much for prompts as for them, so that prompts do not pile up.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ SLACK = 1.5
 """A step may take half as long again as one with the same tokens and no past."""
 SMALLEST = 8
 """No chunk is cut to fewer tokens: a step reads all weights for them."""
+PROMPTS_SHARE = 2
+"""Work of prompts in a step, at least, in parts of that of the requests that decode. A request of
+the usual kind brings a prompt half as long as its answer, so there is room for four times as many
+as come on average."""
 SMALLEST_SHARE = 32
 """Work of prompts in a step, however many decode: with fewer rows products take nearly as long."""
 
@@ -59,8 +63,8 @@ class ChunkSizes:
         """Work that all prompts of a step may be, beside requests that decode with so much."""
         room = self._budget - decode_work
         if decode_work and self._shared_budget:
-            share = max(self._shared_budget - decode_work, decode_work, SMALLEST_SHARE)
-            room = min(room, share)
+            left = self._shared_budget - decode_work
+            room = min(room, max(left, PROMPTS_SHARE * decode_work, SMALLEST_SHARE))
         return room
 
     def fitting(self, first: int, most: int, room: float, taken: float) -> int:

@@ -13,7 +13,7 @@ from helpers.core import (
     settle,
 )
 from tokenmill.config.engine_config import SchedulerConfig
-from tokenmill.core.chunks import SLACK, SMALLEST, SMALLEST_SHARE, ChunkSizes
+from tokenmill.core.chunks import PROMPTS_SHARE, SLACK, SMALLEST, SMALLEST_SHARE, ChunkSizes
 
 BUDGET = 64
 
@@ -56,12 +56,14 @@ def test_behind_another_prompt_less_than_the_smallest_chunk_is_none():
         assert chunks.fitting(first, SMALLEST, 0.0, 50.0) == SMALLEST
 
 
-def test_prompts_have_what_is_left_of_a_shared_step_or_as_much_as_the_decoding_requests():
+def test_prompts_have_what_is_left_of_a_shared_step_or_a_share_beside_many_requests():
     chunks = chunk_sizes(0.0, [None], shared_tokens=48)
     assert chunks.room(0) == SLACK * BUDGET
     assert chunks.room(1) == 47
-    assert chunks.room(20) == SMALLEST_SHARE
-    assert chunks.room(40) == 40
+    assert chunks.room(14) == 34
+    assert chunks.room(16) == SMALLEST_SHARE
+    assert chunks.room(20) == PROMPTS_SHARE * 20
+    assert chunks.room(40) == SLACK * BUDGET - 40
     assert chunks.room(70) == SLACK * BUDGET - 70
     assert chunk_sizes(0.0, [None]).room(20) == SLACK * BUDGET - 20
 
