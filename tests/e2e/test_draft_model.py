@@ -65,7 +65,7 @@ def test_every_draft_of_the_same_model_holds(
     assert results(outputs) == expected
     assert results(again) == expected
     # Grammars cut drafts before they are counted, and budgets cut others: all that is left holds.
-    assert stats.num_accepted_tokens == stats.num_draft_tokens > (0 if adaptive else 200)
+    assert stats.num_accepted_tokens == stats.num_draft_tokens >= (0 if adaptive else 200)
     if "num_kv_blocks" in settings:
         assert stats.num_preemptions > 0
     if not settings and not adaptive:

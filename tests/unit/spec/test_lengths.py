@@ -96,6 +96,17 @@ def test_prompts_and_steps_that_were_held_up_say_little() -> None:
     assert timer.cost.per_token == pytest.approx(0.5, rel=0.5)
 
 
+def test_steps_without_drafts_are_wanted_at_first_and_now_and_then() -> None:
+    clock = Clock()
+    timer = StepTimer(largest=9, clock=clock)
+    wanted = []
+    for _ in range(200):
+        wanted.append(timer.wants_plain)
+        time_steps(timer, clock, [1 if timer.wants_plain else 5], StepCost(3.0, 0.5))
+    assert wanted[:5] == [True, True, True, False, False]
+    assert [place for place, plain in enumerate(wanted) if plain][3:] == [67, 132, 197]
+
+
 def test_a_line_never_falls() -> None:
     clock = Clock()
     timer = StepTimer(largest=9, clock=clock)

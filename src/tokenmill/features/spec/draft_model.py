@@ -35,6 +35,7 @@ from tokenmill.features.spec.lengths import StepTimer, choose_depth
 IntArray = npt.NDArray[np.int64]
 
 _MEMORY = 0.9
+_IDLE_MEMORY = 0.99
 
 
 class RowCounts(Protocol):
@@ -212,9 +213,13 @@ class DraftModelDrafter:
         """Who gets how many drafts."""
         most = [self._most(row, count) for row, count in zip(rows, num_tokens, strict=True)]
         lengths = most
+        if self._adapts and self._timer.wants_plain:
+            return []
         if self._adapts:
             rates = [self._acceptance.rate(row) for row in rows]
             lengths = choose_depth(rates, most, len(rows), self._timer.cost, self._pass_seconds)
+        if not any(lengths):  # so that it is measured again some time
+            self._pass_seconds *= _IDLE_MEMORY
         for row, length in zip(rows, lengths, strict=True):
             if not length:
                 self._acceptance.forget_slowly(row)

@@ -20,6 +20,11 @@ _MOST_WEIGHT = 20
 """A mean of so many steps is as good as any: later ones replace earlier ones."""
 _FIT_EVERY = 8
 """Steps between two fits of the line."""
+_FIRST_PLAIN = 3
+_PLAIN_EVERY = 64
+"""Steps without drafts: so many at first, and then one in so many, or there is nothing to compare
+with.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,20 @@ class StepTimer:
         self._means: dict[int, list[float]] = {}
         """Number of tokens to the mean of its seconds, and how many steps that is of."""
         self._num_steps = 0
+        self._is_plain = False
+        self._num_plain = 0
+        self._num_since_plain = 0
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether the next step should have no drafts."""
+        return self._num_plain < _FIRST_PLAIN or self._num_since_plain >= _PLAIN_EVERY
 
     def begin(self, num_scheduled_tokens: Sequence[int]) -> None:
         """A step begins."""
-        counts = max(num_scheduled_tokens, default=0) <= self._largest
-        self._num_tokens = sum(num_scheduled_tokens) if counts else 0
+        longest = max(num_scheduled_tokens, default=0)
+        self._num_tokens = sum(num_scheduled_tokens) if longest <= self._largest else 0
+        self._is_plain = longest == 1
         self._begun = self._clock()
 
     def end(self) -> None:
@@ -71,6 +85,8 @@ class StepTimer:
         mean[1] = min(mean[1] + 1.0, _MOST_WEIGHT)
         self._num_tokens = 0
         self._num_steps += 1
+        self._num_plain += self._is_plain
+        self._num_since_plain = 0 if self._is_plain else self._num_since_plain + 1
         if len(self._means) > 1 and (self._num_steps % _FIT_EVERY == 0 or mean[1] == 1.0):
             self.cost = self._fit()
 

@@ -63,7 +63,7 @@ class NgramDrafter:
                 self._acceptance.expect(row, count, drafts, matched)
                 places.append(place)
                 rates.append(self._acceptance.rate(row, matched))
-        if not places:
+        if not places or self._timer.wants_plain:
             return {}
         lengths = choose_lengths(
             rates, [self._num_drafts] * len(rates), len(req_ids), self._timer.cost
