@@ -31,6 +31,16 @@ def test_bodies(server):
     assert server.complete().status == 200
 
 
+def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes(server):
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 20001\r\n\r\n"
+        )
+        sock.settimeout(5)
+        assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
 def test_bodies_without_a_length(server):
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
         sock.sendall(

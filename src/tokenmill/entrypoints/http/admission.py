@@ -6,6 +6,8 @@ The engine has the same limit, and one on tokens; it counts a request only when 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tokenmill.errors import InvalidRequestError, QueueFullError
 
@@ -25,8 +27,10 @@ class Admission:
         self.num_refused = 0
         self._seconds = 1.0
 
-    def enter(self, num_sequences: int, parameter: str) -> Ticket:
-        """Take on a request of so many sequences, which `parameter` asks for.
+    @contextmanager
+    def entered(self, num_sequences: int, parameter: str) -> Iterator[None]:
+        """Take on a request of so many sequences, which `parameter` asks for; in the block it is
+        here.
 
         Raises `InvalidRequestError` if it could never be taken on, `QueueFullError` if not now.
         """
@@ -45,21 +49,11 @@ class Admission:
                 retry_after=seconds,
             )
         self.num_sequences += num_sequences
-        return Ticket(self, num_sequences)
+        try:
+            yield
+        finally:
+            self.num_sequences -= num_sequences
 
     def finished(self, seconds: float) -> None:
         """A request took so long; later refusals tell their clients to wait about that long."""
         self._seconds += _SMOOTHING * (seconds - self._seconds)
-
-
-class Ticket:
-    """A request's share of the count, given back by `release`, which may be called twice."""
-
-    def __init__(self, admission: Admission, num_sequences: int) -> None:
-        self._admission = admission
-        self._num_sequences = num_sequences
-
-    def release(self) -> None:
-        """The request has ended, however it did."""
-        self._admission.num_sequences -= self._num_sequences
-        self._num_sequences = 0

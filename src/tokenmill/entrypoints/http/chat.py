@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,26 +15,18 @@ from tokenmill.entrypoints.http.body import read_request
 from tokenmill.entrypoints.http.deltas import delta_of, message_of
 from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.generation import Generation
+from tokenmill.entrypoints.http.generation_job import GenerationJob
 from tokenmill.entrypoints.http.logprobs import (
     chat_logprobs,
     positions_of,
     prompt_logprobs_reply,
 )
 from tokenmill.entrypoints.http.openapi import json_body, replies
-from tokenmill.entrypoints.http.progress import timings_of, usage_of
 from tokenmill.entrypoints.http.prompts import chat_prompt, check_length, num_message_chars
 from tokenmill.entrypoints.http.protocol import ChatCompletionRequest
 from tokenmill.entrypoints.http.record import RequestRecord
 from tokenmill.entrypoints.http.replies import ChatChoice, ChatLogprobs, ChatMessage, ChatReply
-from tokenmill.entrypoints.http.response_format import form_of
-from tokenmill.entrypoints.http.sampling import (
-    check_stream,
-    deadline_of,
-    num_listed,
-    salt_of,
-    sampling_params,
-)
-from tokenmill.entrypoints.http.sse import EventStream, JsonAnswer, Write
+from tokenmill.entrypoints.http.sampling import num_listed, sampling_params
 from tokenmill.entrypoints.http.state import ServerState, record_of, state_of
 from tokenmill.entrypoints.http.stream import ChatChunks
 from tokenmill.entrypoints.http.tools import AnswerPlan
@@ -66,114 +57,54 @@ async def create_chat_completion(request: Request) -> Response:
     state, record = state_of(request), record_of(request)
     state.check_open()
     fields = await read_request(request, ChatCompletionRequest)
-    job = ChatJob(state, record, fields)
-    record.stream = job.stream
-    if job.stream:
-        return EventStream(state, record, job.write_stream)
-    return JsonAnswer(state, record, job.reply)
+    return ChatJob(state, record, fields).response()
 
 
-class ChatJob:
-    """One request, checked; raises `InvalidRequestError` or `ModelNotFoundError` when made."""
+class ChatJob(GenerationJob[ChatCompletionRequest]):
+    """A request to answer a conversation."""
 
     def __init__(
         self, state: ServerState, record: RequestRecord, fields: ChatCompletionRequest
     ) -> None:
-        self._state, self._record, self._fields = state, record, fields
-        self._model = state.model_name(fields.model)
-        self._adapter = state.adapter(self._model)
-        self._id = f"chatcmpl-{state.new_name()}"
-        self._created = int(time.time())
-        self.stream = bool(fields.stream)
-        self.tells_ids = bool(fields.return_token_ids)
-        check_stream(fields)
+        super().__init__(state, record, fields, "chatcmpl")
         self.plan = AnswerPlan(state, fields)
-        self._form = form_of(fields)
         self._params = chat_params(state, fields, self.plan.params(self._form))
         own_names = self._form.fields if self._form else {}
         self._names = {**_FIELDS, **own_names, **self.plan.names}
         self._beams = beam_search_params(fields, self._params)
-        self._deadline = deadline_of(fields, state.args)
-        self._salt = salt_of(fields, record.key_name, state.args)
         self._num_best = num_listed(self._params.logprobs or 0, state)
         check_length(
             state, num_message_chars(fields.messages), fields.truncate_prompt_tokens, "messages"
-        )
-
-    async def reply(self) -> bytes:
-        """The whole answer as JSON."""
-        ticket = self._state.admission.enter(self._params.n, "n")
-        try:
-            with blamed_on_fields(self._names):
-                generation = await self._generation()
-                (output,) = await generation.outputs()
-        finally:
-            ticket.release()
-        fields = self._fields
-        details = self._state.args.enable_prompt_tokens_details
-        wants_timings = fields.timings or fields.timings_per_token
-        wants_prompt = fields.prompt_logprobs is not None and output.prompt_logprobs is not None
-        return msgspec.json.encode(
-            ChatReply(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=[self._choice(sequence) for sequence in output.outputs],
-                usage=usage_of(generation.progress, details=details),
-                prompt_token_ids=output.prompt_token_ids if self.tells_ids else UNSET,
-                prompt_logprobs=prompt_logprobs_reply(output.prompt_logprobs or [])
-                if wants_prompt
-                else UNSET,
-                timings=timings_of(generation.progress, details=details)
-                if wants_timings
-                else UNSET,
-            )
-        )
-
-    async def write_stream(self, write: Write) -> None:
-        """All chunks."""
-        ticket = self._state.admission.enter(self._params.n, "n")
-        try:
-            with blamed_on_fields(self._names):
-                generation = await self._generation()
-                pieces = _Pieces(self, self._chunks(generation))
-                async with aclosing(generation.stream()) as outputs:
-                    async for _, output in outputs:
-                        if data := pieces.write(output):
-                            await write(data)
-            if usage := pieces.chunks.usage():
-                await write(usage)
-        finally:
-            ticket.release()
-
-    def _chunks(self, generation: Generation) -> ChatChunks:
-        return ChatChunks(
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._created,
-            model=self._model,
-            fields=self._fields,
-            args=self._state.args,
-            progress=generation.progress,
         )
 
     async def _generation(self) -> Generation:
         rendered = await chat_prompt(self._state, self._fields)
         prompt = TokensPrompt(prompt=rendered.text, prompt_token_ids=rendered.token_ids)
         self.plan.begin(rendered.text, self._fields)
-        generation = Generation(
-            self._state,
-            self._record,
-            [prompt],
-            self._params,
-            priority=self._fields.priority or 0,
-            cache_salt=self._salt,
-            adapter=self._adapter,
-            deadline=self._deadline,
-            beams=self._beams,
-        )
+        generation = self._generate([prompt])
         generation.progress[0].reasoning = self.plan.tally()
         return generation
+
+    def _reply(self, generation: Generation, outputs: Sequence[RequestOutput]) -> ChatReply:
+        (output,) = outputs
+        wants_prompt = (
+            self._fields.prompt_logprobs is not None and output.prompt_logprobs is not None
+        )
+        return ChatReply(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(sequence) for sequence in output.outputs],
+            usage=self._usage(generation),
+            prompt_token_ids=output.prompt_token_ids if self.tells_ids else UNSET,
+            prompt_logprobs=prompt_logprobs_reply(output.prompt_logprobs or [])
+            if wants_prompt
+            else UNSET,
+            timings=self._timings(generation),
+        )
+
+    def _pieces(self, generation: Generation) -> _Pieces:
+        return _Pieces(self, self._chunks(ChatChunks, "chat.completion.chunk", generation))
 
     def _choice(self, sequence: CompletionOutput) -> ChatChoice:
         message, finish_reason = self._message(sequence)
@@ -222,7 +153,7 @@ class _Pieces:
         self._begun: set[int] = set()
         self._parsers: dict[int, AnswerParser] = {}
 
-    def write(self, output: RequestOutput) -> bytes:
+    def write(self, number: int, output: RequestOutput) -> bytes:
         """What an output brings; nothing while its text is held back."""
         return b"".join(self._write(output, sequence) for sequence in output.outputs)
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from tokenmill.entrypoints.http.admission import Ticket
 from tokenmill.entrypoints.http.beams import beam_search_params
 from tokenmill.entrypoints.http.body import read_request
-from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.generation import Generation
+from tokenmill.entrypoints.http.generation_job import GenerationJob
 from tokenmill.entrypoints.http.logprobs import (
     CompletionLogprobsWriter,
     Position,
@@ -22,7 +20,6 @@ from tokenmill.entrypoints.http.logprobs import (
     prompt_logprobs_reply,
 )
 from tokenmill.entrypoints.http.openapi import json_body, replies
-from tokenmill.entrypoints.http.progress import timings_of, usage_of
 from tokenmill.entrypoints.http.prompts import as_engine_prompt, completion_prompts
 from tokenmill.entrypoints.http.protocol import CompletionRequest
 from tokenmill.entrypoints.http.record import RequestRecord
@@ -31,15 +28,8 @@ from tokenmill.entrypoints.http.replies import (
     CompletionLogprobs,
     CompletionReply,
 )
-from tokenmill.entrypoints.http.response_format import Form, form_of
-from tokenmill.entrypoints.http.sampling import (
-    check_stream,
-    deadline_of,
-    num_listed,
-    salt_of,
-    sampling_params,
-)
-from tokenmill.entrypoints.http.sse import EventStream, JsonAnswer, Write
+from tokenmill.entrypoints.http.response_format import Form
+from tokenmill.entrypoints.http.sampling import num_listed, sampling_params
 from tokenmill.entrypoints.http.state import ServerState, record_of, state_of
 from tokenmill.entrypoints.http.stream import CompletionChunks
 from tokenmill.errors import InvalidRequestError
@@ -62,117 +52,49 @@ async def create_completion(request: Request) -> Response:
     state, record = state_of(request), record_of(request)
     state.check_open()
     fields = await read_request(request, CompletionRequest)
-    job = CompletionJob(state, record, fields)
-    record.stream = job.stream
-    if job.stream:
-        return EventStream(state, record, job.write_stream)
-    return JsonAnswer(state, record, job.reply)
+    return CompletionJob(state, record, fields).response()
 
 
-class CompletionJob:
-    """One request, checked; raises `InvalidRequestError` or `ModelNotFoundError` when made."""
+class CompletionJob(GenerationJob[CompletionRequest]):
+    """A request to continue prompts."""
 
     def __init__(
         self, state: ServerState, record: RequestRecord, fields: CompletionRequest
     ) -> None:
-        self._state, self._record, self._fields = state, record, fields
-        self._model = state.model_name(fields.model)
-        self._adapter = state.adapter(self._model)
-        self._id = f"cmpl-{state.new_name()}"
-        self._created = int(time.time())
+        super().__init__(state, record, fields, "cmpl")
         self._echo = bool(fields.echo)
-        self.stream = bool(fields.stream)
-        check_stream(fields)
-        self.tells_ids = bool(fields.return_token_ids)
-        self._form = form_of(fields)
         self._names = {**_FIELDS, **(self._form.fields if self._form else {})}
         self._params = completion_params(state, fields, self._form)
         self._beams = beam_search_params(fields, self._params)
         self.n = self._params.n
-        self._deadline = deadline_of(fields, state.args)
-        self._salt = salt_of(fields, record.key_name, state.args)
         self._given = completion_prompts(fields, state.args.max_prompts)
+        self._num_prompts = len(self._given)
         self.hides_output = fields.max_tokens == 0
 
-    async def reply(self) -> bytes:
-        """The whole answer as JSON."""
-        ticket = self._enter()
-        try:
-            with blamed_on_fields(self._names):
-                generation = await self._generation()
-                outputs = await generation.outputs()
-        finally:
-            ticket.release()
-        details = self._state.args.enable_prompt_tokens_details
-        usage = usage_of(generation.progress, details=details)
-        choices = [
-            self._choice(number, output, sequence)
-            for number, output in enumerate(outputs)
-            for sequence in output.outputs
-        ]
-        wants_timings = self._fields.timings or self._fields.timings_per_token
-        return msgspec.json.encode(
-            CompletionReply(
-                id=self._id,
-                created=self._created,
-                model=self._model,
-                choices=choices,
-                usage=usage,
-                timings=timings_of(generation.progress, details=details)
-                if wants_timings
-                else UNSET,
-            )
-        )
-
-    async def write_stream(self, write: Write) -> None:
-        """All chunks."""
-        ticket = self._enter()
-        try:
-            with blamed_on_fields(self._names):
-                generation = await self._generation()
-                pieces = _Pieces(self, self._chunks(generation))
-                async with aclosing(generation.stream()) as outputs:
-                    async for number, output in outputs:
-                        if data := pieces.write(number, output):
-                            await write(data)
-            if usage := pieces.chunks.usage():
-                await write(usage)
-        finally:
-            ticket.release()
-
-    def _chunks(self, generation: Generation) -> CompletionChunks:
-        return CompletionChunks(
-            id=self._id,
-            object="text_completion",
-            created=self._created,
-            model=self._model,
-            fields=self._fields,
-            args=self._state.args,
-            progress=generation.progress,
-        )
-
-    def _enter(self) -> Ticket:
-        name = "n" if len(self._given) == 1 else "prompt"
-        return self._state.admission.enter(len(self._given) * self.n, name)
-
     async def _generation(self) -> Generation:
-        is_alone = len(self._given) == 1
+        is_alone = self._num_prompts == 1
         prompts = [
             await as_engine_prompt(self._state, prompt, self._fields, is_alone=is_alone)
             for prompt in self._given
         ]
-        return Generation(
-            self._state,
-            self._record,
-            prompts,
-            self._params,
-            priority=self._fields.priority or 0,
-            cache_salt=self._salt,
-            adapter=self._adapter,
-            deadline=self._deadline,
-            beams=self._beams,
-            hides_output=self.hides_output,
+        return self._generate(prompts, hides_output=self.hides_output)
+
+    def _reply(self, generation: Generation, outputs: Sequence[RequestOutput]) -> CompletionReply:
+        return CompletionReply(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[
+                self._choice(number, output, sequence)
+                for number, output in enumerate(outputs)
+                for sequence in output.outputs
+            ],
+            usage=self._usage(generation),
+            timings=self._timings(generation),
         )
+
+    def _pieces(self, generation: Generation) -> _Pieces:
+        return _Pieces(self, self._chunks(CompletionChunks, "text_completion", generation))
 
     def _choice(
         self, number: int, output: RequestOutput, sequence: CompletionOutput

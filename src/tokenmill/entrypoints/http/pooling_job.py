@@ -116,8 +116,7 @@ class PoolingJob:
         Raises what `Generation.outputs` raises.
         """
         num_running = min(len(prompts), self._state.engine.config.scheduler.max_num_seqs)
-        ticket = self._state.admission.enter(num_running, parameter)
-        try:
+        with self._state.admission.entered(num_running, parameter):
             return await PooledGeneration(
                 self._state,
                 self._record,
@@ -129,8 +128,6 @@ class PoolingJob:
                 pooling=params,
                 slots=asyncio.Semaphore(num_running),
             ).results()
-        finally:
-            ticket.release()
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> PoolingUsage:
