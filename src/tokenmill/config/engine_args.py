@@ -59,7 +59,8 @@ class EngineArgs:
     """Most requests that run at the same time."""
     max_num_batched_tokens: int | None = None
     """Most tokens computed in one step. On a CPU prompts take fewer behind a long past, so that
-    attention to it does not hold up the others."""
+    attention to it does not hold up the others; and fewer beside requests that decode, unless this
+    is set."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt computed in one step; 0 is no limit but the step's."""
     enable_chunked_prefill: bool = True
