@@ -91,6 +91,7 @@ def test_b125_no_other_spelling_of_a_path_is_open(server):
         {"authorization": f"Bearer {KEY}"},
         {"authorization": f"bearer  {KEY} "},
         {"x-api-key": KEY},
+        {"authorization": "Bearer ", "x-api-key": KEY},
         {"authorization": "Bearer other"},
     ],
 )

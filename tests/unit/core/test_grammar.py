@@ -182,6 +182,29 @@ def test_forced_tokens_save_steps_and_change_nothing(depth):
         assert num_forced == SCRIPT.count(None)
 
 
+def test_at_depth_two_a_request_holds_still_for_many_forced_tokens():
+    core, executor, _ = create({"a": [None, *range(11, 21), None]}, depth=2)
+    tokens, _ = run(core, structured(request_id="a", prompt=[5, 6, 7], max_tokens=50))
+    assert tokens["a"][1:11] == list(range(11, 21))
+    # The prompt; what was in flight when the run was seen; the rest of it, at once; and what was
+    # in flight when the text was complete.
+    assert [plan.num_scheduled_tokens for plan in executor.plans] == [[3], [1], [10], [1]]
+
+
+def test_a_request_that_has_ended_leaves_no_grammar_behind():
+    core, _, grammars = create({"a": [None] * 3, "b": [None] * 9, "c": [None] * 9})
+    grammars.refusing.add("c")
+    for name in "abc":
+        core.add_request(structured(request_id=name, prompt=[5], max_tokens=9))
+    core.step()
+    assert set(grammars.places) == {"a", "b"}, "one has failed"
+    core.abort_requests(["b"])
+    assert set(grammars.places) == {"a"}
+    while core.has_requests():
+        core.step()
+    assert not grammars.places
+
+
 def test_forced_tokens_are_computed_as_one_chunk_with_the_next_sample():
     core, executor, _ = create({"a": [None, 11, 12, 13, None]})
     run(core, structured(request_id="a", prompt=[5, 6, 7], max_tokens=50))
