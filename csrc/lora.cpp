@@ -11,7 +11,8 @@
 namespace tokenmill {
 namespace {
 
-constexpr int kTaskRanks = 8;
+constexpr int kTaskRanks = 16;     // each task reads its rows anew, so not too few
+constexpr int kTaskRanksAlone = 8;  // of a single tile, which is all that threads can share
 constexpr int kTaskPanels = 8;
 
 void require(bool holds, const char* what) {
@@ -77,8 +78,9 @@ void add_adapters(const AdapterCall& call, int num_rows) {
   require(call.rows->num_tokens() <= num_rows, "rows were told for another step");
   const AdapterTables& tables = *call.tables;
   const auto shrink = TOKENMILL_AT_LEVEL(shrink_rows);
+  const int task_ranks = call.rows->tiles().size() > 1 ? kTaskRanks : kTaskRanksAlone;
   for_parts(
-      call, tables.max_rank, kTaskRanks, [](int, int rank) { return rank; },
+      call, tables.max_rank, task_ranks, [](int, int rank) { return rank; },
       [&](const AdapterTask& task, Range ranks) { shrink(call, task, ranks); });
   int most_panels = 0;
   for (const AdapterTables::Part& part : tables.parts)

@@ -6,6 +6,7 @@ from helpers.fake_engine import FakeEngine
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.prompts import parse_prompt
+from tokenmill.lora_request import LoRARequest
 
 
 class PoolingEngine(FakeEngine):
@@ -17,6 +18,11 @@ class PoolingEngine(FakeEngine):
         self.llm = LLMEngine.from_args(EngineArgs(model=str(path), **(common | settings)))
         self.config = self.llm.config
         self.tokenizer = self.llm.tokenizer
+        self.adapters = self.llm._adapters
+
+    async def load_adapter(self, request):
+        self.llm.load_adapter(request)
+        return self.adapters.get(request.name)
 
     async def generate(
         self,
@@ -29,13 +35,15 @@ class PoolingEngine(FakeEngine):
         deadline=None,
         stream=True,
         delta=False,
+        adapter=None,
     ):
         if cache_salt is not None:
             parsed = parse_prompt(prompt)
             text, ids = parsed.text, parsed.token_ids
             form = {"prompt": text} if ids is None else {"prompt_token_ids": ids}
             prompt = {**form, "cache_salt": cache_salt}
-        self.llm.add_request(request_id, prompt, params, priority=priority)
+        lora = None if adapter is None else LoRARequest(adapter.name, adapter.path)
+        self.llm.add_request(request_id, prompt, params, priority=priority, lora_request=lora)
         while True:
             for output in self.llm.step():
                 if output.request_id == request_id:

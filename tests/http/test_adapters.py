@@ -13,6 +13,8 @@ from transformers import LlamaForCausalLM
 from helpers.adapters import logprobs_of, merged, write_adapter
 from helpers.fake_engine import FakeEngine
 from helpers.live_server import LiveServer, chunks_of
+from helpers.pooling import encoder, with_tokenizer
+from helpers.pooling_engine import PoolingEngine
 from helpers.serve_process import ServeProcess
 from helpers.tiny import tiny_llama
 from tokenmill.config.engine_args import EngineArgs
@@ -223,6 +225,26 @@ def test_a_server_with_adapters(tmp_path: Path) -> None:
         )
         assert (reply.status, reply.error["code"]) == (400, "invalid_adapter")
         assert "max_lora_rank=16" in reply.error["message"]
+
+
+def test_embeddings_choose_adapters(tmp_path: Path) -> None:
+    model, path = encoder("BertModel", vocab_size=400)
+    adapter = write_adapter(tmp_path / "a", model, targets=("query", "value"), rank=4)
+    engine = PoolingEngine(with_tokenizer(path), enable_lora=True)
+    with LiveServer(
+        engine, api_key=[KEY], enable_lora_updates=True, lora_root=str(tmp_path)
+    ) as server:
+        assert load(server, "a", adapter.name).status == 200
+
+        def embed(**fields: object) -> list[float]:
+            reply = server.post("/v1/embeddings", {"input": "One two", **fields})
+            assert reply.json["model"] == (fields.get("model") or engine.config.model.name)
+            return reply.json["data"][0]["embedding"]
+
+        plain, changed = embed(), embed(model="a")
+        assert max(abs(x - y) for x, y in zip(plain, changed, strict=True)) > 0.01
+        assert embed() == plain
+        assert server.post("/v1/embeddings", {"input": "One", "model": "b"}).status == 404
 
 
 def test_a_bad_adapter_stops_the_start(tmp_path: Path) -> None:

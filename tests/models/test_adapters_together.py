@@ -296,7 +296,6 @@ def test_what_an_engine_without_adapters_says() -> None:
         ({"lora_dtype": "float16"}, "lora_dtype"),
         ({"lora_target_modules": ["q_prj"]}, "q_proj"),
         ({"model_impl": "transformers"}, "transformers"),
-        ({"runner": "pooling", "convert": "embed"}, "pools"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], message: str) -> None:

@@ -54,7 +54,6 @@ class PoolingProcessor(InputProcessor):
         than the model takes.
         """
         check_caller(request_id, arrival_time)
-        assert adapter is None, "models that pool take no adapters"
         wanted = self._wanted(params)
         assert isinstance(params, PoolingParams)
         self._check_priority(priority)
@@ -86,6 +85,7 @@ class PoolingProcessor(InputProcessor):
             pooling=PoolingRequest(
                 wanted.task, wanted.use_activation, wanted.dimensions, second_start
             ),
+            adapter=adapter,
         )
         return ProcessedInput(request_id, parsed.text, token_ids, neutral, [request])
 

@@ -180,6 +180,7 @@ class LLM:
         *,
         pooling_task: str | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
         """What a pooling model makes of every prompt, as arrays; in the order of the prompts.
 
@@ -188,7 +189,9 @@ class LLM:
         """
         if pooling_task is not None:
             pooling_task = checked_task("pooling_task", pooling_task)
-        outputs = self._pool("encode", prompts, pooling_params, pooling_task, use_tqdm)
+        outputs = self._pool(
+            "encode", prompts, pooling_params, pooling_task, use_tqdm, lora_request
+        )
         return [pooling.pooling_output(output) for output in outputs]
 
     def embed(
@@ -197,9 +200,10 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of every prompt. Raises as `encode` does."""
-        outputs = self._pool("embed", prompts, pooling_params, "embed", use_tqdm)
+        outputs = self._pool("embed", prompts, pooling_params, "embed", use_tqdm, lora_request)
         return [pooling.embedding_output(output) for output in outputs]
 
     def classify(
@@ -208,9 +212,12 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The scores of every prompt's classes. Raises as `encode` does."""
-        outputs = self._pool("classify", prompts, pooling_params, "classify", use_tqdm)
+        outputs = self._pool(
+            "classify", prompts, pooling_params, "classify", use_tqdm, lora_request
+        )
         return [pooling.classification_output(output) for output in outputs]
 
     def score(
@@ -220,6 +227,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well each text of `data_2` goes with the one of `data_1`, or with its own.
 
@@ -233,9 +241,10 @@ class LLM:
         first = pooling.paired(given, second, names)
         if pooling.scores_pairs(config, "score"):
             pairs = [pooling.pair_prompt(*pair) for pair in zip(first, second, strict=True)]
-            outputs = self._pool("score", pairs, pooling_params, "classify", use_tqdm)
+            outputs = self._pool("score", pairs, pooling_params, "classify", use_tqdm, lora_request)
             return [pooling.scoring_output(output) for output in outputs]
-        outputs = self._pool("score", [*given, *second], pooling_params, "embed", use_tqdm)
+        texts = [*given, *second]
+        outputs = self._pool("score", texts, pooling_params, "embed", use_tqdm, lora_request)
         firsts = pooling.paired(outputs[: len(given)], second, names)
         halves = zip(firsts, outputs[len(given) :], strict=True)
         return [pooling.similarity_output(*each) for each in halves]
@@ -247,8 +256,10 @@ class LLM:
         params: PoolingParams | Sequence[PoolingParams] | None,
         task: str | None,
         use_tqdm: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         prompt_list = as_prompts(prompts)
+        adapters = one_each("lora_request", lora_request, LoRARequest, len(prompt_list))
         config = pooling.pooling_of(self.llm_engine.config, what)
         params_list = [
             pooling.with_task(each, task or each.task or config.tasks[0])
@@ -257,7 +268,7 @@ class LLM:
             )
         ]
         with self._turn:
-            return self._run(prompt_list, params_list, use_tqdm)
+            return self._run(prompt_list, params_list, use_tqdm, adapters=adapters)
 
     def chat_prompt(
         self,

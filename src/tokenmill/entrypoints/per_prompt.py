@@ -10,7 +10,7 @@ from tokenmill.engine.input_processor import RequestParams
 from tokenmill.engine.prompts import Prompt
 from tokenmill.errors import InvalidRequestError
 from tokenmill.pooling_params import PoolingParams
-from tokenmill.sampling_params import RequestOutputKind, SamplingParams
+from tokenmill.sampling_params import RequestOutputKind
 
 
 def one_each(name: str, given: Any, kind: type, num_prompts: int, default: Any = None) -> list[Any]:

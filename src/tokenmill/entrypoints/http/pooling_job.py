@@ -55,6 +55,7 @@ class PooledGeneration(Generation):
                 cache_salt=self.cache_salt,
                 deadline=self._time_left(),
                 stream=False,
+                adapter=self.adapter,
             )
             try:
                 async for output in items:
@@ -80,6 +81,7 @@ class PoolingJob:
         """`prefix` begins the answer's id."""
         self._state, self._record, self._fields = state, record, fields
         self.model = state.model_name(fields.model)
+        self._adapter = state.adapter(self.model)
         self.id = f"{prefix}-{state.new_name()}"
         self.created = int(time.time())
         self._deadline = deadline_of(fields, state.args)
@@ -124,6 +126,7 @@ class PoolingJob:
                 SamplingParams(max_tokens=1),
                 priority=self._fields.priority or 0,
                 cache_salt=self._salt,
+                adapter=self._adapter,
                 deadline=self._deadline,
                 pooling=params,
                 slots=asyncio.Semaphore(num_running),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.features.lora.build import build_adapters
 from tokenmill.layers.kernels import uses_native_kernels
 from tokenmill.models.base import CausalLM
 from tokenmill.worker.bind import bind_attention
@@ -37,6 +38,7 @@ def build_pooling_worker(config: EngineConfig, model: CausalLM) -> Worker:
             vocab_size=config.model.vocab_size,
         ),
         Pooler(pooling, model),
+        build_adapters(config, model),
     )
     if pooling.is_causal and config.graphs != "off" and uses_native_kernels(config.model.dtype):
         runner.capture(checked(record) if config.graphs == "check" else record)

@@ -20,6 +20,7 @@ from tokenmill.contracts.result import ModelRunnerOutput
 from tokenmill.contracts.seams import StepFuture
 from tokenmill.models.base import CausalLM
 from tokenmill.models.pooling import Encoder
+from tokenmill.worker.adapters import RowAdapters
 from tokenmill.worker.batch import BatchTensors, InputBatch
 from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.limits import RunnerLimits
@@ -55,8 +56,9 @@ class PoolingRunner(ModelRunner):
         attention_groups: Sequence[AttentionGroup],
         limits: RunnerLimits,
         pooler: Pooler,
+        adapters: RowAdapters | None = None,
     ) -> None:
-        super().__init__(model, attention_groups, limits)
+        super().__init__(model, attention_groups, limits, adapters=adapters)
         self._pooler = pooler
         self._requests: dict[int, PoolingRequest] = {}
         """By row."""
@@ -67,6 +69,7 @@ class PoolingRunner(ModelRunner):
     def update_states(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows; once for each plan, in order."""
         self._inputs.update(plan)
+        self.adapters.update(plan)
         for request in plan.scheduled_new_reqs:
             assert request.pooling is not None, "this model samples no tokens"
             self._requests[request.row] = request.pooling
@@ -75,6 +78,7 @@ class PoolingRunner(ModelRunner):
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Run the forward pass of a plan whose differences are applied; it may be run again."""
+        self.adapters.check(plan)
         batch, tensors = self._prepare_inputs(plan)
         attn_metadata = self._build_attention_metadata(tensors)
         hidden_states = self._hidden_states(batch, tensors, attn_metadata)
