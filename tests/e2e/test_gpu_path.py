@@ -156,3 +156,25 @@ def test_a_warm_engine_gives_the_same(tiny_llama, alone):
 
 def runner_of(engine):
     return engine._client.core._executor._worker.runner
+
+
+@pytest.mark.parametrize("ahead", [None, True])
+def test_drafts_change_nothing(tiny_llama, alone, ahead):
+    """Prompt lookup on the host, checked on the device; one step is planned ahead if asked for."""
+    lookup = {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "prompt_lookup_min": 1,
+        "adaptive": False,
+    }
+    engine = gpu_engine(
+        tiny_llama,
+        dtype="float32",
+        num_kv_blocks=16,
+        max_model_len=20,
+        async_scheduling=ahead,
+        speculative_config=lookup,
+    )
+    outputs = generate(engine, PROMPTS, PARAMS)
+    assert tokens_of(outputs) == tokens_of(alone)
+    assert sum(output.metrics.num_draft_tokens for output in outputs) > 0

@@ -65,7 +65,8 @@ def test_b112_all_at_once_with_drafts_is_each_alone_without(
         stats = llm.llm_engine._client.core.scheduler.make_stats()
     assert results(outputs) == expected
     assert results(again) == expected
-    assert stats.num_draft_tokens > stats.num_accepted_tokens > 0
+    if "speculative_config" not in settings:  # else it depends on what steps take
+        assert stats.num_draft_tokens > stats.num_accepted_tokens > 0
     if "num_kv_blocks" in settings:
         assert stats.num_preemptions > 0
     told = sum(output.metrics.num_draft_tokens for output in [*outputs, *again])
