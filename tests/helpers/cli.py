@@ -51,12 +51,7 @@ def run_cli(*arguments, stdin="", interactive=False, interrupt_at=None):
 def run_process(*arguments, **environment):
     """The same in a process of its own, with the real engine."""
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from tokenmill.entrypoints.cli.main import main; main()",
-            *arguments,
-        ],
+        [sys.executable, "-m", "tokenmill", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},

@@ -76,6 +76,19 @@ def test_b122_help_answers_within_its_budget(arguments):
     assert best < BUDGET_SECONDS * max(1.0, reference / REFERENCE_SECONDS)
 
 
+def test_ctrl_c_while_the_command_is_loaded_shows_no_traceback():
+    program = (
+        "import sys, runpy\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'cyclopts': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "runpy.run_module('tokenmill', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_version():
     assert run_cli("--version").stdout == f"tokenmill {__version__}\n"
     assert run_cli("chat", "--version").stdout == f"tokenmill {__version__}\n"
