@@ -12,6 +12,7 @@ import tokenmill.entrypoints.http.errors  # noqa: F401 (whose classes are looked
 from tokenmill.errors import TokenmillError, UnknownArgumentError
 
 ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
 def test_the_settings_page_is_fresh() -> None:
@@ -24,15 +25,21 @@ def test_the_page_of_models_is_fresh() -> None:
     assert (ROOT / "docs" / "models.md").read_text() == generator["render"](), "run `make docs`"
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_exist(page: str) -> None:
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
     links = [part.split(")")[0] for part in text.split("](")[1:]]
     for link in links:
         if not link.startswith(("http", "#")):
             assert ((ROOT / page).parent / link.split("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_curl_says_that_it_sends_json(page: str) -> None:
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    for command in re.findall(r"^curl .*", text, re.MULTILINE):
+        if re.search(r" (-d|--data) ", command):
+            assert "content-type: application/json" in command, command
 
 
 def test_every_error_of_the_server_is_in_the_table_of_its_page() -> None:
