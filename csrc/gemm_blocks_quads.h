@@ -89,19 +89,22 @@ TOKENMILL_INLINE void add_group(const QuantizedGroup& x, int first, const Column
     I32x4 exact[Rows];
     Products::template multiply<F::kKind>(operands, codes, group.table, exact);
     const F32x4 scale = floats_of_halves(scales + part * kQuad);
+    F32x4 values[Rows], factors[Rows];
     repeat<Rows>([&](auto r) TOKENMILL_INLINE_LAMBDA {
       I32x4 sum = exact[r.value];
       if constexpr (F::kKind == Kind::unsigned4 && !F::kHasMinimum)
         sum -= splat(group.zero * x.sums[first + r.value]);
-      sums[part][r.value] = multiply_add_once(
-          to_floats(sum), scale * splat(x.scales[first + r.value]), sums[part][r.value]);
+      values[r.value] = to_floats(sum);
+      factors[r.value] = scale * splat(x.scales[first + r.value]);
     });
+    add_products_once(values, factors, sums[part]);
     if constexpr (F::kHasMinimum) {
       const F32x4 minimum = floats_of_halves(scales + kPanel + part * kQuad);
       repeat<Rows>([&](auto r) TOKENMILL_INLINE_LAMBDA {
-        sums[part][r.value] = multiply_add_once(
-            minimum, splat(x.scaled_sums[first + r.value]), sums[part][r.value]);
+        values[r.value] = minimum;
+        factors[r.value] = splat(x.scaled_sums[first + r.value]);
       });
+      add_products_once(values, factors, sums[part]);
     }
   }
 }

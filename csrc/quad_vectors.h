@@ -107,26 +107,46 @@ TOKENMILL_OP F32x4 narrow(F64x2 low, F64x2 high) {
 #endif
 }
 
-// a * b + c, rounded once on every processor.
+// Bit i is lane i's.
+TOKENMILL_OP unsigned mask_of(I32x4 lanes) {
+#if defined(__SSE2__)
+  return static_cast<unsigned>(_mm_movemask_ps((__m128)lanes));
+#elif defined(__ARM_NEON)
+  return vaddvq_u32(bits_as<U32x4>(lanes & I32x4{1, 2, 4, 8}));
+#else
+  const I32x4 bits = lanes & I32x4{1, 2, 4, 8};
+  return static_cast<unsigned>(bits[0] | bits[1] | bits[2] | bits[3]);
+#endif
+}
+
+// c[i] += a[i] * b[i], rounded once on every processor.
 //
 // Without the instruction it is computed in double precision, where the product is exact. Rounding
 // that sum to a float errs only if the double lies just between two floats: then its lower 29 bits
-// are a one and zeros, and the function of the library decides.
-TOKENMILL_OP F32x4 multiply_add_once(F32x4 a, F32x4 b, F32x4 c) {
+// are a one and zeros, and the function of the library decides. That is asked once for all of them.
+template <int Count>
+TOKENMILL_OP void add_products_once(const F32x4 (&a)[Count], const F32x4 (&b)[Count],
+                                    F32x4 (&c)[Count]) {
 #if defined(__ARM_NEON) || defined(__FP_FAST_FMAF)
-  return multiply_add(a, b, c);
+  for (int i = 0; i < Count; ++i) c[i] = multiply_add(a[i], b[i], c[i]);
 #else
-  const F64x2 low = doubles_low(a) * doubles_low(b) + doubles_low(c);
-  const F64x2 high = doubles_high(a) * doubles_high(b) + doubles_high(c);
-  const I32x4 lower_words = __builtin_shuffle(bits_as<I32x4>(low), bits_as<I32x4>(high),
-                                              I32x4{0, 2, 4, 6});
-  const I32x4 is_between = (lower_words & splat(0x1fffffff)) == splat(0x10000000);
-  const I64x2 found = bits_as<I64x2>(is_between);
-  if (__builtin_expect((found[0] | found[1]) != 0, 0)) {
-    for (int i = 0; i < 4; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
+  F32x4 sums[Count];
+  I32x4 are_between = {};
+  for (int i = 0; i < Count; ++i) {
+    const F64x2 low = doubles_low(a[i]) * doubles_low(b[i]) + doubles_low(c[i]);
+    const F64x2 high = doubles_high(a[i]) * doubles_high(b[i]) + doubles_high(c[i]);
+    const I32x4 lower_words = __builtin_shuffle(bits_as<I32x4>(low), bits_as<I32x4>(high),
+                                                I32x4{0, 2, 4, 6});
+    are_between |= (lower_words & splat(0x1fffffff)) == splat(0x10000000);
+    sums[i] = narrow(low, high);
   }
-  return narrow(low, high);
+  if (__builtin_expect(mask_of(are_between) != 0, 0)) {
+    for (int i = 0; i < Count; ++i)
+      for (int lane = 0; lane < 4; ++lane)
+        c[i][lane] = __builtin_fmaf(a[i][lane], b[i][lane], c[i][lane]);
+    return;
+  }
+  for (int i = 0; i < Count; ++i) c[i] = sums[i];
 #endif
 }
 
@@ -174,17 +194,6 @@ TOKENMILL_OP F32x4 scale_by_power(F32x4 x, F32x4 n) {
   return (x * power_of_two(half)) * power_of_two(within - half);
 }
 
-// Bit i is lane i's.
-TOKENMILL_OP unsigned mask_of(I32x4 lanes) {
-#if defined(__SSE2__)
-  return static_cast<unsigned>(_mm_movemask_ps((__m128)lanes));
-#elif defined(__ARM_NEON)
-  return vaddvq_u32(bits_as<U32x4>(lanes & I32x4{1, 2, 4, 8}));
-#else
-  const I32x4 bits = lanes & I32x4{1, 2, 4, 8};
-  return static_cast<unsigned>(bits[0] | bits[1] | bits[2] | bits[3]);
-#endif
-}
 TOKENMILL_OP I32x4 lanes_of(unsigned mask) {
   const I32x4 bits = {1, 2, 4, 8};
   return (splat(static_cast<std::int32_t>(mask)) & bits) == bits;
