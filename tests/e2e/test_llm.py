@@ -94,6 +94,11 @@ def test_b019_ids_out_of_range_in_one_prompt_of_a_batch(llm: LLM) -> None:
         assert not llm.llm_engine.has_unfinished_requests()
 
 
+def test_an_engine_shows_what_it_runs(llm: LLM) -> None:
+    assert repr(llm) == f"<LLM {llm.llm_engine.summary}>"
+    assert "float32" in repr(llm)
+
+
 def test_counts_must_match(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="3 entries for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY] * 3)

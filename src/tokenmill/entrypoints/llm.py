@@ -310,6 +310,9 @@ class LLM:
         """Free the model and the KV cache; the object cannot be used any more."""
         self.llm_engine.close()
 
+    def __repr__(self) -> str:
+        return f"<LLM {self.llm_engine.summary}>"
+
     def __enter__(self) -> LLM:
         return self
 
