@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import msgspec
 from cyclopts import App, Group, Parameter
 
 from tokenmill.entrypoints.bench.load_options import LoadOptions
+from tokenmill.entrypoints.cli import event_loop
 from tokenmill.entrypoints.cli.flags import option_flags
 from tokenmill.observe.environment import openai_api_key
 
@@ -49,7 +49,7 @@ def serve(
     options = LoadOptions(**vars(load))
     from tokenmill.entrypoints.bench.load import measure_load
 
-    report = asyncio.run(measure_load(options, openai_api_key()))
+    report = event_loop.run(measure_load(options, openai_api_key()))
     if json:
         figures = {"command": "serve", "options": _plain(options), **asdict(report)}
         print(msgspec.json.encode(figures).decode())

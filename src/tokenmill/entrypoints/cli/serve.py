@@ -6,7 +6,6 @@ setting is wrong; 3 the engine died too often to be started again.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from cyclopts import App, Group, Parameter
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.engine.serve_options import ServeOptions
+from tokenmill.entrypoints.cli import event_loop
 from tokenmill.entrypoints.cli.flags import Quiet, engine_flags, option_flags
 from tokenmill.entrypoints.cli.serve_sources import Sources
 from tokenmill.errors import ConfigError
@@ -118,8 +118,7 @@ def _run(args: EngineArgs, serve_args: ServeArgs, options: ServeOptions, *, quie
             f"tokenmill serve needs the packages of its extra, and {error.name} is missing:"
             f" pip install 'tokenmill[serve]'."
         ) from error
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(args, serve_args, options, console, quiet=quiet))
+    return event_loop.run(_serve(args, serve_args, options, console, quiet=quiet))
 
 
 async def _serve(
@@ -208,12 +207,3 @@ def _warn_of_open_doors(serve_args: ServeArgs, *, num_keys: int) -> None:
             " --api-key-file",
             serve_args.host,
         )
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop, where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
