@@ -31,6 +31,7 @@ NAMES = ["mixtral", "qwen3-moe", "gpt-oss"]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
 """So that rows hold super-blocks of 256 values."""
 BLOCK_TYPES = ["F32", "Q8_0", "Q4_0", "Q5_1", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K", "Q2_K"]
+MIXED = "Q4_K Q6_K Q8_0"
 PARTS = {"mixtral": ("w1", "w3", "w2"), "qwen3-moe": ("gate_proj", "up_proj", "down_proj")}
 
 
@@ -106,11 +107,16 @@ def in_blocks(block_type: str, values: torch.Tensor) -> tuple[np.ndarray, torch.
 def add_experts(
     writer: gguf.GGUFWriter, block_type: str, name: str, tensors: Tensors, layer: int
 ) -> None:
-    """Write a layer's experts in blocks, and leave what these stand for in `tensors`."""
+    """Write a layer's experts in blocks, and leave what these stand for in `tensors`.
+
+    `block_type` may be three, of gates, ups and downs.
+    """
     found = []
-    for part, values in zip(("gate", "up", "down"), apart(name, tensors, layer), strict=True):
-        raw, weight = in_blocks(block_type, values.contiguous())
-        kind = gguf.GGMLQuantizationType[block_type]
+    types = block_type.split(" ") if " " in block_type else [block_type] * 3
+    parts = zip(("gate", "up", "down"), types, apart(name, tensors, layer), strict=True)
+    for part, type_of_part, values in parts:
+        raw, weight = in_blocks(type_of_part, values.contiguous())
+        kind = gguf.GGMLQuantizationType[type_of_part]
         writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", raw, raw_dtype=kind)
         found.append(weight)
     put(name, tensors, layer, found)
@@ -201,7 +207,7 @@ def logits(checkpoint: Checkpoint, kernels: PlainKernels | None) -> torch.Tensor
     return model.compute_logits(PagedRun(model, "float32").prefill("a", prompt(70, 4)))
 
 
-@pytest.mark.parametrize("block_type", BLOCK_TYPES)
+@pytest.mark.parametrize("block_type", [*BLOCK_TYPES, MIXED])
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_in_blocks_are_those_of_the_expanded_model(
     name: str, block_type: str, tmp_path: Path
@@ -241,7 +247,7 @@ def generated(path: Path, prompts: list[list[int]], **settings: Any) -> list[Any
     ]
 
 
-@pytest.mark.parametrize("block_type", ["MXFP4", "Q4_K", "Q8_0"])
+@pytest.mark.parametrize("block_type", ["MXFP4", "Q4_K", "Q8_0", MIXED])
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_serve_bfloat16(name: str, block_type: str, tmp_path: Path) -> None:
     """The kernels keep them; recorded, and the same bits alone, in a batch and in pieces."""
