@@ -100,6 +100,7 @@ def test_the_same_bits_however_it_is_run(adapters: dict[str, Path]) -> None:
         {"enforce_eager": True},
         {"num_threads": 1, "max_loras": 2, "max_cpu_loras": 3},
         {"async_scheduling": True},
+        {"spec_method": "ngram", "spec_tokens": 3},
     ]
     if native.is_available():
         ways.append({"check_graphs": True})
@@ -126,7 +127,7 @@ def test_decoding_steps_stay_native(adapters: dict[str, Path]) -> None:
         assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
 
 
-def test_cached_prefixes_never_mix(adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_b101_b117_cached_prefixes_never_mix(adapters: dict[str, Path], tmp_path: Path) -> None:
     ids, model = PROMPTS[0], reference("llama")
     moving = tmp_path / "moving"
     shutil.copytree(adapters["a"], moving)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from tokenmill.contracts.request import AdapterInfo, AdapterRef
 from tokenmill.errors import AdapterError, ModelNotFoundError, did_you_mean
 from tokenmill.features.lora.peft import signature
 from tokenmill.lora_request import LoRARequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,10 @@ class AdapterRegistry:
         """Take in what the core has read; its name means this from now on."""
         ref = AdapterRef(loading.name, info.load_id, loading.path)
         self._known[loading.name] = KnownAdapter(ref, info, loading.signature)
+        logger.info(
+            "adapter %r: rank %d, %d modules, %s",
+            loading.name, info.rank, info.num_modules, loading.path,
+        )  # fmt: skip
         return ref
 
     def remove(self, name: str) -> KnownAdapter:
