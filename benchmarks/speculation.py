@@ -5,7 +5,8 @@
 
 For 1 request at a time and for 8 at once, with each method in turn, round after round; medians of
 the rounds. Answers must be the same with every method. On SmolLM2-135M unless `--model` says
-otherwise; `--draft-model` adds a model that drafts. Prints JSON with `--json`.
+otherwise; `--draft-model` adds a model that drafts, `--always` the methods without adapting. What
+`suffix` has learned is there from round to round. Prints JSON with `--json`.
 
     python benchmarks/speculation.py --sharegpt FILE
 """
@@ -136,10 +137,15 @@ def run(llm: Any, requests: list[tuple[list[dict[str, str]], Any]], size: int) -
 def methods(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Name to `speculative_config`."""
     found: dict[str, dict[str, Any]] = {"none": {}, "ngram": {"method": "ngram"}}
-    found["ngram, always"] = {"method": "ngram", "adaptive": False}
+    found["suffix"] = {"method": "suffix"}
     if options.draft_model:
         found["draft_model"] = {"model": options.draft_model}
-        found["draft_model, always"] = {"model": options.draft_model, "adaptive": False}
+    if options.always:
+        found |= {
+            f"{name}, always": config | {"adaptive": False}
+            for name, config in found.items()
+            if config
+        }
     return found
 
 
@@ -210,6 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--draft-model", help="a model of the same vocabulary that drafts")
+    parser.add_argument("--always", action="store_true", help="also with as many drafts as can be")
     parser.add_argument("--sharegpt", help="JSON file of conversations; the package's by default")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)

@@ -16,6 +16,7 @@ void bind_program(nb::module_& module);
 void bind_sampling(nb::module_& module);
 void bind_state_space(nb::module_& module);
 void bind_step_gather(nb::module_& module);
+void bind_suffix_index(nb::module_& module);
 }  // namespace tokenmill
 
 NB_MODULE(_native, module) {
@@ -31,5 +32,6 @@ NB_MODULE(_native, module) {
   tokenmill::bind_sampling(module);
   tokenmill::bind_state_space(module);
   tokenmill::bind_step_gather(module);
+  tokenmill::bind_suffix_index(module);
   tokenmill::bind_decode_step(module);
 }

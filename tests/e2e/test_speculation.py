@@ -39,6 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         {},
         {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
+        {"speculative_config": {"method": "suffix", "adaptive": False}},
         {"dtype": "float32"},
         {"max_num_batched_tokens": 24, "max_num_seqs": 20},
         {"num_kv_blocks": 12, "max_model_len": 128},

@@ -15,6 +15,9 @@ from tokenmill.config.quantization import choose_quantization
 from tokenmill.config.speculation import DraftModel, SpeculativeConfig
 from tokenmill.errors import ConfigError
 
+_RUN_BYTES = 2 * 9
+"""Of a run of tokens in a table that is half full (`csrc/ngram_index.h`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftFiles:
@@ -89,11 +92,23 @@ def check_draft(name: str, draft: ModelParameters, target: ModelParameters, kern
         )
 
 
-def with_draft(ledger: MemoryLedger, speculation: SpeculativeConfig | None) -> MemoryLedger:
-    """What is left beside the model that drafts."""
-    if speculation is None or speculation.draft is None:
+def with_draft(
+    ledger: MemoryLedger, speculation: SpeculativeConfig | None, step: StepShape
+) -> MemoryLedger:
+    """What is left beside the model that drafts, or beside the tables of lookups."""
+    if speculation is None:
         return ledger
-    return replace(ledger, draft=speculation.draft.num_bytes)
+    if speculation.draft is not None:
+        return replace(ledger, draft=speculation.draft.num_bytes)
+    return replace(ledger, draft=lookup_bytes(speculation, step))
+
+
+def lookup_bytes(speculation: SpeculativeConfig, step: StepShape) -> int:
+    """Of the tables at their largest: every request has the full length."""
+    if speculation.method == "suffix":
+        return speculation.suffix_decoding_cache_bytes
+    lengths = speculation.prompt_lookup_max - speculation.prompt_lookup_min + 1
+    return _RUN_BYTES * lengths * step.max_num_seqs * step.max_model_len
 
 
 def beside_draft(layout: KVLayout, speculation: SpeculativeConfig | None) -> KVLayout:

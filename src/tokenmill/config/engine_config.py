@@ -145,7 +145,8 @@ class MemoryLedger:
     adapters: int = 0
 
     draft: int = 0
-    """Of a model that drafts: weights and buffers; its K and V are in the pool's blocks."""
+    """Of a model that drafts: weights and buffers; its K and V are in the pool's blocks. Or of the
+    tables that drafts are looked up in."""
 
     @property
     def left(self) -> int:

@@ -107,12 +107,12 @@ def resolve(
     kv_dtype = _kv_dtype(args, weights, parameters, kernels, block_size, choices)
     flops = flops_per_second(kernels, num_threads)
     budget = _token_budget(args, weights, parameters, flops, defaults, choices)
-    num_seqs = _max_num_seqs(args, budget, defaults, choices)
-    step = StepShape(num_seqs, budget, max_model_len, max_drafts(speculation))
+    step = _step(args, budget, max_model_len, speculation, defaults, choices)
     speculation = resolve_draft(speculation, draft, parameters, step, dtype=dtype, kernels=kernels)
     layout = kv_layout(hf_config, parameters, implementation, step, block_size, kv_dtype)
+    ledger = empty_ledger(machine, weights, parameters, step, device, lora)
+    ledger = with_draft(ledger, speculation, step)
     layout = beside_draft(layout, speculation)
-    ledger = with_draft(empty_ledger(machine, weights, parameters, step, device, lora), speculation)
     pool = size_pool(args, step, layout, ledger, defaults.kv_cache_memory_fraction)
     max_model_len = _what_fits(max_model_len, pool, choices)
     return EngineConfig(
@@ -136,6 +136,18 @@ def resolve(
         lora=lora,
         reasons=tuple(choices.reasons),
     )
+
+
+def _step(
+    args: EngineArgs,
+    budget: int,
+    max_model_len: int,
+    speculation: SpeculativeConfig | None,
+    defaults: DeviceDefaults,
+    choices: _Choices,
+) -> StepShape:
+    max_num_seqs = _max_num_seqs(args, budget, defaults, choices)
+    return StepShape(max_num_seqs, budget, max_model_len, max_drafts(speculation))
 
 
 def _kind(

@@ -11,10 +11,13 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.parameters import ModelParameters
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model")
 MAX_DRAFTS = 128
 MAX_LOOKUP = 64
-_DEFAULT_DRAFTS = {"ngram": 8, "draft_model": 4}
+_DEFAULT_DRAFTS = {"ngram": 8, "suffix": 8, "draft_model": 4}
+_LEAST_CACHE = 4096
+_PLACE_BYTES = 12
+"""Of a context in the table of `kernels/suffix_index.py`."""
 _DEFAULT_LOOKUP = (3, 5)
 _NAME = "speculative_config"
 _FLAGS = {
@@ -48,8 +51,8 @@ class SpeculativeConfig:
     """How drafts are made. Raises `ConfigError` for a value that cannot work."""
 
     method: str
-    """ngram: what followed the last tokens where they stood before in the request; draft_model:
-    what a smaller model says."""
+    """ngram: what followed the last tokens where they stood before in the request; suffix: what
+    mostly followed them in all requests so far; draft_model: what a smaller model says."""
     num_speculative_tokens: int
     """Most drafts of a request in one step, 1 to 128."""
     prompt_lookup_min: int = _DEFAULT_LOOKUP[0]
@@ -58,6 +61,12 @@ class SpeculativeConfig:
     """Most tokens that are looked for (ngram)."""
     adaptive: bool = True
     """Make fewer drafts, or none, where they do not hold or a step is bound by arithmetic."""
+    suffix_decoding_max_tree_depth: int = 8
+    """Most tokens that a draft follows from (suffix)."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Drafts end where all of them together hold less often (suffix)."""
+    suffix_decoding_cache_bytes: int = 16 << 20
+    """Most memory of what is remembered (suffix)."""
     model: str | None = None
     """The model that drafts (draft_model): a directory, a GGUF file, a hub id or an alias."""
     revision: str | None = None
@@ -66,6 +75,18 @@ class SpeculativeConfig:
     """What the draft model's matrices become while they are loaded: int8 or int4."""
     draft: DraftModel | None = None
     """The model that was found; not to be set."""
+
+    @property
+    def num_suffix_places(self) -> int:
+        """Contexts that there is room for, a power of two (suffix)."""
+        return 1 << (self.suffix_decoding_cache_bytes // _PLACE_BYTES).bit_length() - 1
+
+    @property
+    def longest_lookup(self) -> int:
+        """Most tokens that a draft follows from."""
+        if self.method == "suffix":
+            return self.suffix_decoding_max_tree_depth
+        return self.prompt_lookup_max
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -93,10 +114,28 @@ class SpeculativeConfig:
                 f" prompt_lookup_max={self.prompt_lookup_max} must be in order, between 1 and"
                 f" {MAX_LOOKUP}."
             )
+        self._check_suffix()
         if (self.model is None) == (self.method == "draft_model"):
             raise ConfigError(
                 f"{_NAME}.method='{self.method}' and model={shown(self.model)} do not belong"
                 f" together: draft_model needs a model, and no other method has one."
+            )
+
+    def _check_suffix(self) -> None:
+        if not 1 <= self.suffix_decoding_max_tree_depth <= MAX_LOOKUP:
+            raise ConfigError(
+                f"{_NAME}.suffix_decoding_max_tree_depth={self.suffix_decoding_max_tree_depth} must"
+                f" lie between 1 and {MAX_LOOKUP}."
+            )
+        if not 0 < self.suffix_decoding_min_token_prob <= 1:
+            raise ConfigError(
+                f"{_NAME}.suffix_decoding_min_token_prob={self.suffix_decoding_min_token_prob} must"
+                f" be more than 0 and at most 1."
+            )
+        if self.suffix_decoding_cache_bytes < _LEAST_CACHE:
+            raise ConfigError(
+                f"{_NAME}.suffix_decoding_cache_bytes={self.suffix_decoding_cache_bytes} must be at"
+                f" least {_LEAST_CACHE}."
             )
 
 

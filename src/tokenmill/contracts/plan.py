@@ -52,6 +52,8 @@ class NewRequestData:
     token_rules: TokenRules | None = None
     pooling: PoolingRequest | None = None
     """Set where the hidden states of the prompt are wanted, and no token."""
+    cache_salt: str | None = None
+    """Only requests with the same may learn from each other."""
 
     @classmethod
     def from_request(
@@ -77,6 +79,7 @@ class NewRequestData:
             mm_features=request.mm_features,
             token_rules=request.token_rules,
             pooling=request.pooling,
+            cache_salt=request.cache_salt,
         )
 
 

@@ -103,7 +103,9 @@ class GrammarManager(Protocol):
         ...
 
     def cut_drafts(self, request_id: str, draft_ids: Sequence[int]) -> list[int]:
-        """The drafts up to the first one that the grammar would refuse."""
+        """The drafts up to the first one that the grammar would refuse, or that would complete the
+        text.
+        """
         ...
 
     def begin(self, plan: SchedulerOutput) -> None:

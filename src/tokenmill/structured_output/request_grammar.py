@@ -152,7 +152,8 @@ class RequestGrammar:
             self._run = run
 
     def cut_drafts(self, draft_ids: Sequence[int]) -> list[int]:
-        """The drafts up to the first one that the grammar would refuse.
+        """The drafts up to the first one that the grammar would refuse, or that would complete the
+        text: nothing may be sampled behind that one.
 
         The end of reasoning is not looked for in drafts: they are cut before it, and where it may
         begin there are none.
@@ -164,7 +165,12 @@ class RequestGrammar:
             assert self._reasoning is not None
             ends = self._reasoning.end_ids
             return drafts[: next((i for i, each in enumerate(drafts) if each in ends), None)]
-        return drafts[: self.matcher.count_valid(drafts)]
+        num_kept = 0
+        for place in self.walk(drafts[: self.matcher.count_valid(drafts)]):
+            if self.matcher.is_terminated():
+                break
+            num_kept = place
+        return drafts[:num_kept]
 
     def edit_mask(self, words: npt.NDArray[np.int32]) -> None:
         """Turn what the matcher allows, words [n], into what the request may go on with."""

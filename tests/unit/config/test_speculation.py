@@ -132,6 +132,18 @@ def test_one_length_of_a_lookup_gives_way_to_the_other(
             {"speculative_config": {"method": "ngram", "prompt_lookup_max": 65}},
             r"between 1 and 64",
         ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_max_tree_depth": 0}},
+            r"max_tree_depth=0 must lie between 1 and 64",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_min_token_prob": 0.0}},
+            r"min_token_prob=0.0 must be more than 0",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "suffix_decoding_cache_bytes": 100}},
+            r"cache_bytes=100 must be at least 4096",
+        ),
         ({"speculative_config": {"method": 3}}, r"speculative_config\.method=3 must be a string"),
         ({"speculative_config": "ngram"}, r"speculative_config='ngram' must be a dict"),
     ],
@@ -209,6 +221,15 @@ def test_more_rows_of_logits_are_in_the_ledger() -> None:
         resolved(max_num_seqs=8, max_num_batched_tokens=16, spec_method="ngram").max_num_sampled
         == 16
     )
+
+
+def test_tables_of_lookups_are_in_the_ledger() -> None:
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    assert resolved(**sizes, spec_method="ngram").ledger.draft == 2 * 9 * 3 * 8 * 2048
+    suffix = resolved(**sizes, spec_method="suffix")
+    assert suffix.ledger.draft == 16 << 20
+    assert suffix.speculation.num_suffix_places == 1 << 20
+    assert suffix.speculation.num_suffix_places * 12 <= suffix.ledger.draft
 
 
 def test_steps_are_planned_one_at_a_time_unless_somebody_says_otherwise() -> None:

@@ -129,6 +129,17 @@ def test_drafts_have_a_row_each_and_one_behind_them(others):
     assert manager.cut_drafts("a", encode("a") + encode("x")) == drafts
 
 
+def test_a_draft_that_completes_the_text_is_left_to_be_sampled():
+    """Nothing may be sampled behind it; and the grammar stands where it stood."""
+    manager = manager_of(enable_forced_tokens=False)
+    add(manager, request("a", "a[bc]"))
+    assert manager.cut_drafts("a", encode("a") + encode("b")) == encode("a")
+    assert manager.cut_drafts("a", encode("a") + encode("b")) == encode("a")
+    assert not manager.advance("a", encode("a"), 0).is_terminated
+    assert manager.cut_drafts("a", encode("b")) == []
+    assert manager.advance("a", encode("b"), 0).is_terminated
+
+
 def test_the_text_ends_with_the_form():
     manager = manager_of()
     add(manager, request("a", "a[bc]"))

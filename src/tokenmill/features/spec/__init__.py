@@ -2,7 +2,8 @@
 
     acceptance.py   how often a request's drafts hold
     lengths.py      how many drafts are worth their time: what a step costs by its tokens
-    ngram.py        drafts from the request's own tokens
+    lookup.py       drafts from the request's own tokens, or from those of all
+    draft_model.py  drafts of a smaller model
     build.py        the drafter that the settings ask for
 
 Whatever is proposed here, results are the same (`worker/drafts.py`): so all of it may depend on

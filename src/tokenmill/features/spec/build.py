@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.config.speculation import SpeculativeConfig
 from tokenmill.features.spec.draft_model import DraftLimits, DraftModelDrafter, PlanRunner
-from tokenmill.features.spec.ngram import NgramDrafter
+from tokenmill.features.spec.lookup import AllTexts, LookupDrafter, OwnText, TextIndex
 
-Drafters = NgramDrafter | DraftModelDrafter
+_TEXTS: dict[str, Callable[[SpeculativeConfig, int], TextIndex]] = {
+    "ngram": OwnText,
+    "suffix": AllTexts,
+}
+
+Drafters = LookupDrafter | DraftModelDrafter
 
 
 def build_drafter(
@@ -18,8 +24,10 @@ def build_drafter(
     speculation = config.speculation
     if speculation is None:
         return None
-    if speculation.method == "ngram":
-        return NgramDrafter(speculation, config.scheduler.max_num_seqs)
+    if speculation.method in _TEXTS:
+        max_num_seqs = config.scheduler.max_num_seqs
+        texts = _TEXTS[speculation.method](speculation, max_num_seqs)
+        return LookupDrafter(texts, speculation, max_num_seqs)
     runner, limits = make_runner()
     return DraftModelDrafter(
         runner, limits, speculation.num_speculative_tokens, adaptive=speculation.adaptive

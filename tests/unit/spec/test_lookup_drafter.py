@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup, as the worker asks for them."""
+"""Drafts that are looked up, as the worker asks for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers.sampling import new_request
 from tokenmill.config.speculation import SpeculativeConfig
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.features.spec.lengths import StepCost, StepTimer
-from tokenmill.features.spec.ngram import NgramDrafter
+from tokenmill.features.spec.lookup import AllTexts, LookupDrafter, OwnText
 
 REPEATED = [5, 6, 7, 8, 9, 10]
 
@@ -27,21 +27,23 @@ class Rows:
     """Rows with one request each, which go on with the tokens that a test says."""
 
     def __init__(self, cost: StepCost, num_rows: int = 1, **settings: object) -> None:
-        config = SpeculativeConfig(method="ngram", num_speculative_tokens=6, **settings)
+        settings = {"method": "ngram", "num_speculative_tokens": 6} | settings
+        config = SpeculativeConfig(**settings)
+        texts = OwnText if config.method == "ngram" else AllTexts
         self._clock, self._cost = Clock(), cost
         timer = StepTimer(largest=7, clock=self._clock)
-        self.drafter = NgramDrafter(config, num_rows, timer)
+        self.drafter = LookupDrafter(texts(config, num_rows), config, num_rows, timer)
         self.table = np.zeros((num_rows, 4096), np.int32)
         self.counts = np.zeros(num_rows, np.int64)
         self._drafts: dict[str, list[int]] = {}
 
-    def enter(self, prompts: list[list[int]]) -> None:
+    def enter(self, prompts: list[list[int]], cache_salt: str | None = None) -> None:
         plan = SchedulerOutput(0)
         for row, prompt in enumerate(prompts):
             self.table[row, : len(prompt)] = prompt
             self.counts[row] = len(prompt)
             request = new_request(token_ids=prompt)
-            request.row = row
+            request.row, request.cache_salt = row, cache_salt
             plan.scheduled_new_reqs.append(request)
         self.drafter.update(plan)
 
@@ -75,6 +77,17 @@ def test_nothing_is_drafted_where_nothing_stood_before() -> None:
     rows = Rows(StepCost(1.0, 0.0), adaptive=False)
     rows.enter([[1, 2, 3, 4]])
     assert rows.step([[5]]) == {}
+
+
+def test_what_another_request_was_told_is_drafted_unless_they_have_salts() -> None:
+    rows = Rows(StepCost(1.0, 0.0), method="suffix", adaptive=False)
+    for _ in range(3):
+        rows.enter([[*REPEATED, 1]])
+        rows.step([[2]])
+    rows.enter([[3, 5]])
+    assert rows.step([[6]])["0"][:4] == [7, 8, 9, 10]
+    rows.enter([[3, 5]], cache_salt="tenant")
+    assert rows.step([[6]]) == {}
 
 
 def test_drafts_that_hold_are_made_and_those_that_do_not_are_given_up() -> None:
