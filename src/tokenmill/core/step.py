@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
+from msgspec.structs import replace
 
 from tokenmill.contracts.plan import BlockIds, NewRequestData, SchedulerOutput
 from tokenmill.core.chunks import ChunkSizes
 from tokenmill.core.request import Request
 
 
-@dataclass(slots=True)
-class Step:
+class Step(msgspec.Struct):
     """A plan, the requests of its batch (parallel lists), and what is left of the budget."""
 
     plan: SchedulerOutput
     token_budget: int
     """Tokens that may still be scheduled."""
     chunks: ChunkSizes
-    running: Mapping[str, Request] = field(default_factory=dict)
+    running: Mapping[str, Request] = {}
     """All that run, whether or not they are in the step yet."""
-    requests: list[Request] = field(default_factory=list)
-    is_decode: list[bool] = field(default_factory=list)
+    requests: list[Request] = []
+    is_decode: list[bool] = []
     """Whether a request computes one token and gets one, and none of others' choice with it."""
     num_preempted: int = 0
     num_repeats: int = sys.maxsize
@@ -176,27 +177,24 @@ class Step:
         )
 
     def repeat(self, step_id: int) -> Step:
-        """The next step, launched."""
-        plan, requests = self.plan, self.requests
-        for request in requests:
+        """The next step, launched. It shares what does not change: nobody writes to a plan that is
+        made.
+        """
+        for request in self.requests:
             request.num_computed_tokens += 1
             request.num_output_placeholders += 1
             request.num_steps_in_flight += 1
-        again = SchedulerOutput(
-            step_id,
-            plan.req_ids,
-            plan.rows,
-            plan.num_scheduled_tokens,
-            plan.num_logits,
-            plan.is_sampled,
-            is_repeated=True,
-        )
-        return Step(
-            again,
-            self.token_budget,
-            self.chunks,
-            self.running,
-            requests,
-            self.is_decode,
-            num_repeats=self.num_repeats - 1,
-        )
+        plan = self.plan
+        if plan.is_repeated:
+            again = replace(plan, step_id=step_id)
+        else:
+            again = SchedulerOutput(
+                step_id,
+                plan.req_ids,
+                plan.rows,
+                plan.num_scheduled_tokens,
+                plan.num_logits,
+                plan.is_sampled,
+                is_repeated=True,
+            )
+        return replace(self, plan=again, num_repeats=self.num_repeats - 1)

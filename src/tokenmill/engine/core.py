@@ -100,7 +100,7 @@ class EngineCore:
         """Requests that were queued and then found to be wrong: their grammar cannot be had. They
         are out of the engine, and each is told once.
         """
-        self._refuse_failed()
+        self._refuse(self._grammars.take_failures())
         refusals, self._refusals = self._refusals, []
         return refusals
 
@@ -122,8 +122,11 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs:
         """Submit as many steps as may be in flight, then wait for the oldest and settle it."""
-        self._check_alive()
-        self._refuse_failed()
+        if self._closed:
+            self._check_alive()
+        failures = self._grammars.take_failures()
+        if failures:
+            self._refuse(failures)
         while len(self._in_flight) < self._max_steps_in_flight and self._submit():
             pass
         if not self._in_flight:
@@ -133,7 +136,7 @@ class EngineCore:
         self.num_settled_steps += 1
         self.journal.end(plan)
         if self._unsampled is not None:
-            self._sample(self._unsampled)
+            self._sample_masked(self._unsampled)
         return outputs
 
     def shutdown(self) -> None:
@@ -142,12 +145,10 @@ class EngineCore:
         self._executor.shutdown()
         self._grammars.shutdown()
 
-    def _refuse_failed(self) -> None:
+    def _refuse(self, failures: list[tuple[str, InvalidRequestError]]) -> None:
         """Take requests out whose grammar cannot be had."""
-        failures = self._grammars.take_failures()
-        if failures:
-            self.scheduler.abort_requests(request_id for request_id, _ in failures)
-            self._refusals += failures
+        self.scheduler.abort_requests(request_id for request_id, _ in failures)
+        self._refusals += failures
 
     def _submit(self) -> bool:
         """Plan a step and start it; False if there is nothing to compute.
@@ -160,22 +161,28 @@ class EngineCore:
         if not plan.req_ids:
             return False
         self.journal.begin(plan)
-        waits = bool(plan.structured_req_ids and self._in_flight)
-        if plan.structured_req_ids and not waits:
-            self._grammars.begin(plan)
+        if plan.structured_req_ids:
+            return self._submit_masked(plan)
         self._executor.execute_model(plan)
-        if waits:
-            self._unsampled = plan
-            return False
-        self._sample(plan)
+        self._in_flight.append((plan, self._executor.sample_tokens(None)))
         return True
 
-    def _sample(self, plan: SchedulerOutput) -> None:
+    def _submit_masked(self, plan: SchedulerOutput) -> bool:
+        """Start a step with masks; False if these wait for the step before."""
+        if self._in_flight:
+            self._executor.execute_model(plan)
+            self._unsampled = plan
+            return False
+        self._grammars.begin(plan)
+        self._executor.execute_model(plan)
+        self._sample_masked(plan)
+        return True
+
+    def _sample_masked(self, plan: SchedulerOutput) -> None:
         """Finish the step whose forward pass was started last."""
         self._unsampled = None
-        masked = bool(plan.structured_req_ids)
-        grammar_output = self._grammars.get_grammar_bitmask(plan) if masked else None
-        self._in_flight.append((plan, self._executor.sample_tokens(grammar_output)))
+        masks = self._grammars.get_grammar_bitmask(plan)
+        self._in_flight.append((plan, self._executor.sample_tokens(masks)))
 
     def _check_alive(self) -> None:
         if self._closed:

@@ -112,6 +112,8 @@ class StructuredOutputManager:
 
     def take_failures(self) -> list[tuple[str, InvalidRequestError]]:
         """Requests whose grammar could not be compiled, and why; each once."""
+        if not self._unready:
+            return []
         failures = []
         for request_id, entry in list(self._unready.items()):
             self._compiler.give_up_if_overdue(entry.job)

@@ -229,6 +229,10 @@ class KVCacheManager:
         self, request_id: str, num_missing: int, num_must_fit: int, computed: ComputedBlocks
     ) -> bool:
         """Whether each pool has the missing blocks, and all that the sequence will hold."""
+        if not num_must_fit and not computed.blocks:  # as a request decodes
+            num_most = num_missing * len(self._groups)
+            if all(num_most <= pool.num_free_blocks for pool in self._pools):
+                return True
         num_must_fit = min(num_must_fit, self.num_usable_tokens)
         num_free = {id(pool): pool.num_free_blocks for pool in self._pools}
         for index, group in enumerate(self._groups):

@@ -82,7 +82,8 @@ class NativeDecodeSteps:
         taken: bool = self._step.run(
             plan.rows, plan.num_scheduled_tokens, plan.num_logits, plan.is_sampled
         )
-        self._stats.num_replayed += taken
+        if taken:
+            self._stats.num_replayed += 1
         return taken
 
     def drawn(self) -> Drawn:
