@@ -1,5 +1,5 @@
 // Where the last tokens of a row stood before: what drafts by prompt lookup are made of
-// (features/spec/ngram.py has the same in Python).
+// (kernels/ngram_index.py has the same in Python).
 #pragma once
 
 #include <cstdint>
