@@ -21,7 +21,6 @@ namespace {
 
 constexpr int kRows = QuantizedGroup::kRows;
 constexpr int kFewestRows = 8;  // below this the tiles' fixed cost is higher than AVX-512's work
-constexpr int kQuads = kStep / 4;
 constexpr int kHalfBytes = kHalf * kStep;  // of 8-bit codes
 
 // Half a panel as the tiles want it.

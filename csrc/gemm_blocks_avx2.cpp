@@ -7,7 +7,7 @@
 // products are at most 2 * 128 * 127 = 32512, so these are widened to 32 bits quad by quad. All
 // sums are exact, and what is done with them is AVX-512's arithmetic: the bits are the same.
 #include "common.h"
-#include "gemm_kernels.h"
+#include "gemm_block_formats.h"
 #include "gemm_store_avx2.h"
 
 namespace tokenmill {
@@ -15,20 +15,7 @@ namespace {
 
 constexpr int kMostRows = 4;  // divides QuantizedGroup::kRows, so that they lie in one block
 constexpr int kFewRows = 2;
-constexpr int kQuads = kStep / 4;
 constexpr std::int64_t kAhead = 2048;  // bytes that the prefetch runs ahead
-
-// How codes are multiplied.
-enum class Kind { unsigned4, table4, signed8 };
-
-template <Kind Kind_, bool HasMinimum_>
-struct Format {
-  static constexpr Kind kKind = Kind_;
-  static constexpr bool kHasMinimum = HasMinimum_;
-  static constexpr int kBits = Kind_ == Kind::signed8 ? 8 : 4;
-  static constexpr int kHalfBytes = kHalf * kStep * kBits / 8;
-  static constexpr std::size_t kGroupBytes = BlockFormat{kBits, 0, kHasMinimum}.group_bytes();
-};
 
 TOKENMILL_INLINE __m256i broadcast_quad(const std::int8_t* x) {
   std::int32_t values;
@@ -183,17 +170,9 @@ void multiply_panels(const QuantizedRows& x, Range rows, const BlockWeights& wei
 
 void gemm_blocks_avx2(const QuantizedRows& x, Range rows, const BlockWeights& weights, Range panels,
                       const OutputRows& out) {
-  static_assert(block_format(BlockType::q4_1).zero == 0, "no zero beside a minimum");
-  const bool has_minimum = weights.format.has_minimum;
-  if (weights.format.codes != Codes::linear) {
-    multiply_panels<Format<Kind::table4, false>>(x, rows, weights, panels, out);
-  } else if (weights.format.bits == 4) {
-    has_minimum ? multiply_panels<Format<Kind::unsigned4, true>>(x, rows, weights, panels, out)
-                : multiply_panels<Format<Kind::unsigned4, false>>(x, rows, weights, panels, out);
-  } else {
-    has_minimum ? multiply_panels<Format<Kind::signed8, true>>(x, rows, weights, panels, out)
-                : multiply_panels<Format<Kind::signed8, false>>(x, rows, weights, panels, out);
-  }
+  with_format(weights.format, [&](auto format) {
+    multiply_panels<decltype(format)>(x, rows, weights, panels, out);
+  });
 }
 
 }  // namespace tokenmill

@@ -18,7 +18,6 @@ namespace {
 // Loops over rows are unrolled, as sums in an array stay in registers only then.
 
 constexpr int kMostRows = 8;  // divides QuantizedGroup::kRows, so that they lie in one block
-constexpr int kQuads = kStep / 4;
 
 // Bytes that the prefetch runs ahead. Processors without AMX that we know (Zen 4) read a plain
 // stream a fifth faster by themselves, unless the work on it holds them up.

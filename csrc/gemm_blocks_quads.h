@@ -8,27 +8,15 @@
 // All else is AVX-512's arithmetic in the same order, so the bits are the same.
 #pragma once
 
+#include "gemm_block_formats.h"
 #include "gemm_store_quads.h"
 #include "repeat.h"
 
 namespace tokenmill {
 namespace {
 
-constexpr int kQuads = kStep / 4;
 constexpr int kQuadBytes = 4 * kHalf;  // from a quad of 16 columns to the next
 constexpr std::int64_t kAhead = 1024;  // bytes that the prefetch runs ahead
-
-// How codes are multiplied.
-enum class Kind { unsigned4, table4, signed8 };
-
-template <Kind Kind_, bool HasMinimum_>
-struct Format {
-  static constexpr Kind kKind = Kind_;
-  static constexpr bool kHasMinimum = HasMinimum_;
-  static constexpr int kBits = Kind_ == Kind::signed8 ? 8 : 4;
-  static constexpr int kHalfBytes = kHalf * kStep * kBits / 8;
-  static constexpr std::size_t kGroupBytes = BlockFormat{kBits, 0, kHasMinimum}.group_bytes();
-};
 
 // What 4-bit codes stand for, sixteen at a time.
 class CodeTable {
@@ -146,19 +134,10 @@ void multiply_panels(const QuantizedRows& x, Range rows, const BlockWeights& wei
 template <class Products>
 void multiply_blocks(const QuantizedRows& x, Range rows, const BlockWeights& weights, Range panels,
                      const OutputRows& out) {
-  static_assert(block_format(BlockType::q4_1).zero == 0, "no zero beside a minimum");
   static_assert(QuantizedGroup::kRows % Products::kMostRows == 0, "a tile lies in one block");
-  const auto run = [&](auto format) {
+  with_format(weights.format, [&](auto format) {
     multiply_panels<Products, decltype(format)>(x, rows, weights, panels, out);
-  };
-  const bool has_minimum = weights.format.has_minimum;
-  if (weights.format.codes != Codes::linear) {
-    run(Format<Kind::table4, false>{});
-  } else if (weights.format.bits == 4) {
-    has_minimum ? run(Format<Kind::unsigned4, true>{}) : run(Format<Kind::unsigned4, false>{});
-  } else {
-    has_minimum ? run(Format<Kind::signed8, true>{}) : run(Format<Kind::signed8, false>{});
-  }
+  });
 }
 
 // ---- Codes in registers ------------------------------------------------------------------------

@@ -36,6 +36,7 @@ namespace tokenmill {
 constexpr int kPanel = 32;  // columns of a packed panel
 constexpr int kStep = 32;   // values along K of a step, or of a group of a block format
 constexpr int kHalf = 16;   // columns of a vector register and of a tile
+constexpr int kQuads = kStep / 4;  // a group's codes, four by four
 
 // Types of GGUF files; values are indices of kBlockTypeNames.
 enum class BlockType : int {

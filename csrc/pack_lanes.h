@@ -19,7 +19,6 @@ using Ints = std::int32_t __attribute__((vector_size(4 * kWidth), may_alias));
 
 constexpr int kBlock = kWidth < 8 ? kWidth : 8;  // rows and columns transposed at a time
 constexpr int kPairs = kStep / 2;
-constexpr int kQuads = kStep / 4;
 constexpr float kMostHalf = 65504.0f;
 
 TOKENMILL_INLINE Floats as_floats(Ints bits) { return reinterpret_cast<Floats>(bits); }

@@ -9,7 +9,6 @@ namespace tokenmill {
 namespace {
 
 constexpr int kPairs = kStep / 2;
-constexpr int kQuads = kStep / 4;
 
 // Positions of (column, value along K) within a panel.
 constexpr std::int64_t bf16_in_panel(int column, int value) {
