@@ -16,11 +16,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
     "mixtral": ATTENTION,
-    "qwen3-moe": ATTENTION,
+    "qwen3-moe": (*ATTENTION, *MLP),
     "gpt-oss": ATTENTION,
-    "deepseek-v2": ("q_proj", "kv_a_proj_with_mqa", "o_proj"),
-    "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
-    "bamba": ("in_proj", "out_proj", *ATTENTION),
+    "deepseek-v2": ("q_proj", "kv_a_proj_with_mqa", "o_proj", *MLP),
+    "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", *MLP),
+    "bamba": ("in_proj", "out_proj", *ATTENTION, *MLP),
+    "mamba2": ("in_proj", "out_proj"),
 }
 """Of families whose linear layers have other names, or that have others as well."""
 
