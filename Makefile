@@ -46,7 +46,8 @@ check-amx: $(VENV)/.installed-dev
 
 # The kernels for aarch64: built with a cross compiler and, if QEMU is there, tested under it.
 check-aarch64: $(VENV)/.installed-dev
-	PATH=$(abspath $(BIN)):$$PATH PYTHON=$(abspath $(BIN))/python scripts/check-aarch64.sh
+	PATH=$(abspath $(BIN)):$$PATH PYTHON=$(abspath $(BIN))/python JOBS=$(JOBS) \
+	  scripts/check-aarch64.sh
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/offline.py

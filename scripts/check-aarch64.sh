@@ -1,11 +1,13 @@
 #!/bin/bash
 # Builds the native kernels for aarch64 with a cross compiler and, where QEMU's user emulation is
-# installed, runs their tests: the same ones, at all levels (neon, dotprod, i8mm).
+# installed, runs their tests: the same ones, at all levels (neon, dotprod, i8mm), on shorter
+# sequences where they are long (tests/helpers/emulation.py).
 #
-#   scripts/check-aarch64.sh [pytest arguments]     default: the kernels' tests
+#   scripts/check-aarch64.sh [pytest arguments]     default: the kernels' tests, some at a time
 #
 #   PYTHON   interpreter with nanobind; its version is the one that is built for (default: python3)
 #   BUILD    where everything goes (default: build/aarch64)
+#   JOBS     so many parts of the tests at a time (default: 2)
 #   COMPILE_ONLY=1   do not run tests
 #
 # On Debian and Ubuntu: apt-get install g++-aarch64-linux-gnu qemu-user-static. What runs under
@@ -84,6 +86,7 @@ cp "$build"/cmake/_native.*.so \
   "$build/tokenmill/tokenmill/_native.cpython-${version/./}-aarch64-linux-gnu.so"
 
 export PYTHONPATH=$build/tokenmill:$build/site PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
+export TOKENMILL_EMULATED=1 qemu build version
 run() {  # on a processor
   local processor=$1
   shift
@@ -94,8 +97,31 @@ for expected in cortex-a72:neon neoverse-n1:dotprod max:i8mm; do
   echo "${expected%:*}: $found"
   [[ $found == "${expected#*:}" ]]
 done
-if [[ $# == 0 ]]; then
-  set -- tests/kernels/test_native_{gemm,attention,latents,experts,fused,blocks}.py \
-    tests/kernels/test_bitmask.py
+if [[ $# != 0 ]]; then
+  run max -m pytest -q -p no:cacheprovider "$@"
+  exit
 fi
-run max -m pytest -q -p no:cacheprovider "$@"
+
+run_part() {  # a part of the tests: what it printed if it fails, else its last line
+  local begin=$SECONDS output
+  # shellcheck disable=SC2086  # its arguments
+  if output=$(run max -m pytest -q -p no:cacheprovider $1 2>&1); then
+    echo "$1: $((SECONDS - begin)) s"
+  else
+    printf '%s\n' "$1 failed" "$output"
+    return 1
+  fi
+}
+export -f run run_part
+parts=()
+for level in i8mm dotprod neon; do
+  for file in attention latents experts; do
+    parts+=("tests/kernels/test_native_$file.py -k $level")
+  done
+done
+for file in native_{gemm,fused,blocks} bitmask state_space step_gather; do
+  parts+=("tests/kernels/test_$file.py")
+done
+begin=$SECONDS
+printf '%s\n' "${parts[@]}" | xargs -P "${JOBS:-2}" -I{} bash -c 'run_part "{}"'
+echo "all tests of the kernels passed in $((SECONDS - begin)) s"
