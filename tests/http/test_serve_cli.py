@@ -168,6 +168,21 @@ def test_a_socket_whose_path_is_too_long_is_refused_with_the_reason(tmp_path):
         pass
 
 
+def test_a_socket_that_another_server_has_taken_is_told_and_left_to_it(tmp_path):
+    args = ServeArgs(uds=str(tmp_path / "socket"))
+    with bind(args) as first, bind(args) as second:
+        second.listen()
+        with pytest.raises(ConfigError, match="another server has taken it"):
+            first.listen()
+    with bind(args) as first:
+        with bind(args) as second:
+            second.listen()
+        assert not (tmp_path / "socket").exists()
+        with bind(args):
+            pass
+    assert not (tmp_path / "socket").exists()
+
+
 def test_serve_args_take_what_their_types_say():
     assert ServeArgs(api_key=("a",)).api_key == ["a"]
     for wrong in ({"port": "80"}, {"api_key": "a"}, {"api_key": [1]}, {"max_n": True}):

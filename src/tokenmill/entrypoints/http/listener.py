@@ -28,12 +28,25 @@ class Listener:
     socket: socket.socket
     address: str
     """What to tell a client: a URL, or a path after `unix:`."""
+    path: Path | None = None
+    """Of a unix socket."""
+    inode: int = 0
+    """What lies at the path, as long as no other server has put its own there."""
+
+    @property
+    def owns_path(self) -> bool:
+        """Whether the unix socket can still be reached."""
+        with contextlib.suppress(OSError):
+            return self.path is not None and self.path.stat().st_ino == self.inode
+        return False
 
     def listen(self) -> None:
         """Let clients connect. Raises `ConfigError` if another server was faster."""
-        if self.socket.family != socket.AF_UNIX:
+        if self.path is None:
             # For the server after this one, which may bind while connections of this one linger.
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        elif not self.owns_path:
+            raise ConfigError(f"cannot listen on {self.address}: another server has taken it.")
         try:
             self.socket.listen(_BACKLOG)
         except OSError as error:
@@ -98,13 +111,12 @@ def _bind_path(path: Path) -> Iterator[Listener]:
             raise ConfigError(f"cannot listen on uds={str(path)!r}: {reason}.") from error
         finally:
             os.umask(before)
-        inode = path.stat().st_ino
+        listener = Listener(sock, f"unix:{path}", path, path.stat().st_ino)
         try:
-            yield Listener(sock, f"unix:{path}")
+            yield listener
         finally:
-            with contextlib.suppress(OSError):
-                if path.stat().st_ino == inode:  # not another server's, put there since
-                    path.unlink()
+            if listener.owns_path:
+                path.unlink(missing_ok=True)
 
 
 def _remove_stale(path: Path) -> None:
