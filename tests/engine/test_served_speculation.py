@@ -10,6 +10,7 @@ import signal
 from typing import Any
 
 from helpers.served import Collected, add_delta, serve_args
+from helpers.tiny import tiny_llama
 from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.sampling_params import SamplingParams
 
@@ -60,5 +61,9 @@ def test_streams_with_drafts_are_those_without_and_survive_their_core():
         killed, stats = await streams(kill=True, speculative_config=LOOKUP)
         assert killed == plain
         assert stats.num_restarts == 1
+        itself = {"model": str(tiny_llama()), "num_speculative_tokens": 3, "adaptive": False}
+        drafted, stats = await streams(speculative_config=itself)
+        assert drafted == plain
+        assert stats.num_draft_tokens == stats.num_accepted_tokens > 100
 
     asyncio.run(main())
