@@ -55,6 +55,18 @@ def test_a_query_keeps_the_tokens_of_its_window(window, num_kept):
     assert kv.pool.num_used_blocks == num_kept
 
 
+@pytest.mark.parametrize(("num_lookahead", "num_passed"), [(0, 4), (2, 3), (5, 3), (6, 2)])
+def test_what_a_rejected_draft_would_need_again_is_kept(num_lookahead, num_passed):
+    """Of 20 tokens as many as there are lookahead slots may have been drafts; the window is 4."""
+    kv = create_manager([4])
+    request = make([*TOKENS[:20], 50])
+    compute(kv, request, 20)
+    assert kv.allocate_slots(request, 1, num_lookahead_tokens=num_lookahead) is not None
+    (table,) = kv.block_ids(request)
+    assert [block_id == 0 for block_id in table].index(False) == num_passed
+    assert kv.audit() == []
+
+
 def test_a_hit_needs_only_the_blocks_of_the_window():
     kv = create_manager([None, 6])
     kv.free(run(kv, TOKENS))
