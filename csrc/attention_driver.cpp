@@ -20,9 +20,9 @@ void attention(AttentionCall call, AttentionPlan& plan) {
   const auto& tasks = plan.tasks();
   const auto& merges = plan.merges();
   float* partials = plan.partials();
-  const int num_tasks = static_cast<int>(tasks.size()), threads = num_threads();
+  const int num_tasks = static_cast<int>(tasks.size());
   parallel_for(num_tasks, [&](int task, int) {
-    kernel(call, {tasks.data(), num_tasks, task, threads}, partials);
+    kernel(call, {tasks.data(), num_tasks, task, 1}, partials);
   });
   parallel_for(static_cast<int>(merges.size()),
                [&](int task, int) { merge(call, merges[task], partials); });

@@ -132,20 +132,6 @@ void bind_machine(nb::module_& module) {
   module.def("detected_isa", [] { return isa_name(detected_isa()); });
   module.def("active_isa", [] { return isa_name(active_isa()); });
   module.def("set_active_isa", [](const std::string& name) { set_active_isa(name.c_str()); });
-  module.def("num_threads", &num_threads);
-  module.def("set_num_threads", [](int n) { Unlocked unlocked; set_num_threads(n); });
-  // How often each task ran, and by how many threads; for tests of the pool.
-  module.def("count_tasks", [](Tensor counts, int repeats) {
-    check(counts.ndim() == 1 && counts.dtype() == nb::dtype<std::int32_t>(), "counts",
-          "int32 of one dimension");
-    auto* data = static_cast<std::int32_t*>(counts.data());
-    const int num_tasks = dimension(counts.shape(0), "counts");
-    Unlocked unlocked;
-    for (int i = 0; i < repeats; ++i)
-      parallel_for(num_tasks, [&](int task, int) {
-        parallel_for(1, [&](int, int) { data[task] += 1; });
-      });
-  });
   module.def("measure_read_bandwidth", [](std::size_t num_bytes, int repeats) {
     Unlocked unlocked;
     return measure_read_bandwidth(num_bytes, repeats);

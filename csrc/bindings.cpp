@@ -12,6 +12,7 @@ void bind_elementwise(nb::module_& module);
 void bind_experts(nb::module_& module);
 void bind_lora(nb::module_& module);
 void bind_ngram_index(nb::module_& module);
+void bind_pool(nb::module_& module);
 void bind_program(nb::module_& module);
 void bind_sampling(nb::module_& module);
 void bind_state_space(nb::module_& module);
@@ -28,6 +29,7 @@ NB_MODULE(_native, module) {
   tokenmill::bind_experts(module);
   tokenmill::bind_lora(module);
   tokenmill::bind_ngram_index(module);
+  tokenmill::bind_pool(module);
   tokenmill::bind_program(module);
   tokenmill::bind_sampling(module);
   tokenmill::bind_state_space(module);

@@ -10,35 +10,36 @@ namespace {
 // Rows whose values stay in a core's second-level cache while the panels pass by.
 constexpr std::int64_t kRowBlockBytes = 768 << 10;
 constexpr int kRowBlockStep = 32;
-// So many tasks a thread even out interruptions; a task should not read less than this.
-constexpr int kTasksPerThread = 16;
-constexpr std::int64_t kTaskBytes = 16 << 10;
+// So many claims a thread even out interruptions; one should not read less than this.
+constexpr int kClaimsPerThread = 16;
+constexpr std::int64_t kClaimBytes = 8 << 10;
 
 struct Split {
   int row_block, num_row_blocks;
-  int task_panels, num_column_tasks;
+  int num_panels, claim_panels;
 
   Split(int m, int n, std::int64_t row_bytes, std::int64_t panel_bytes) {
     const int cached_rows = static_cast<int>(kRowBlockBytes / (row_bytes + 1));
     const int most_rows = cached_rows < kRowBlockStep ? kRowBlockStep : cached_rows;
     row_block = round_up(ceil_div(m, ceil_div(m, most_rows)), kRowBlockStep);
     num_row_blocks = ceil_div(m, row_block);
-    const int num_panels = ceil_div(n, kPanel);
-    const int wanted = ceil_div(num_threads() * kTasksPerThread, num_row_blocks);
-    const int fewest_panels = static_cast<int>(ceil_div(kTaskBytes, panel_bytes + 1));
-    task_panels = num_panels / wanted;
-    if (task_panels < fewest_panels) task_panels = fewest_panels;
-    num_column_tasks = ceil_div(num_panels, task_panels);
+    num_panels = ceil_div(n, kPanel);
+    const int wanted = ceil_div(num_threads() * kClaimsPerThread, num_row_blocks);
+    const int fewest_panels = static_cast<int>(ceil_div(kClaimBytes, panel_bytes + 1));
+    claim_panels = num_panels / wanted;
+    if (claim_panels < fewest_panels) claim_panels = fewest_panels;
   }
 
+  // A task is a panel of a block of rows; blocks follow one another.
   template <class F>
-  void run(int m, int n, F&& kernel) const {
-    const int num_panels = ceil_div(n, kPanel);
-    parallel_for(num_row_blocks * num_column_tasks, [&](int task, int) {
-      const int row = task / num_column_tasks * row_block;
-      const int panel = task % num_column_tasks * task_panels;
-      kernel(Range{row, min_of(row + row_block, m)},
-             Range{panel, min_of(panel + task_panels, num_panels)});
+  void run(int m, F&& kernel) const {
+    parallel_ranges(num_row_blocks * num_panels, claim_panels, [&](TaskRange tasks) {
+      while (tasks.size() > 0) {
+        const int block = tasks.begin / num_panels, first = block * num_panels;
+        const int row = block * row_block, end = min_of(tasks.end, first + num_panels);
+        kernel(Range{row, min_of(row + row_block, m)}, Range{tasks.begin - first, end - first});
+        tasks.begin = end;
+      }
     });
   }
 };
@@ -73,7 +74,7 @@ void gemm_bf16(const Bf16Rows& x, int m, const Bf16Weights& weights, const Outpu
   const Bf16Rows rows = weights.k % kStep == 0 ? x : pad_rows(x, m, weights.k);
   const std::int64_t row_bytes = std::int64_t{round_up(weights.k, kStep)} * sizeof(bf16);
   Split(m, weights.n, row_bytes, row_bytes * kPanel)
-      .run(m, weights.n, [&](Range block, Range panels) {
+      .run(m, [&](Range block, Range panels) {
         kernel(rows, block, weights, panels, out);
       });
 }
@@ -84,7 +85,7 @@ void gemm_float32(const Float32Rows& x, int m, const Float32Weights& weights,
   const Float32Kernel kernel = choose_float32_kernel();
   const std::int64_t row_bytes = std::int64_t{weights.k} * sizeof(float);
   Split(m, weights.n, row_bytes, row_bytes * kPanel)
-      .run(m, weights.n, [&](Range block, Range panels) {
+      .run(m, [&](Range block, Range panels) {
         kernel(x, block, weights, panels, out);
       });
 }
@@ -95,7 +96,7 @@ void gemm_blocks(const QuantizedRows& x, int m, const BlockWeights& weights,
   const BlockKernel kernel = choose_block_kernel();
   const std::int64_t row_bytes = x.num_groups * sizeof(QuantizedGroup) / QuantizedGroup::kRows;
   Split(m, weights.n, row_bytes, x.num_groups * weights.format.group_bytes())
-      .run(m, weights.n, [&](Range block, Range panels) {
+      .run(m, [&](Range block, Range panels) {
         kernel(x, block, weights, panels, out);
       });
 }

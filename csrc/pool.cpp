@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "common.h"
+#include "task_share.h"
 
 namespace tokenmill {
 namespace {
@@ -72,7 +73,7 @@ int processors() {
 
 class Pool {
  public:
-  explicit Pool(int num_threads) : num_threads_(num_threads) {}
+  explicit Pool(int num_threads) : num_threads_(num_threads), shares_(num_threads) {}
 
   int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
 
@@ -80,16 +81,18 @@ class Pool {
     std::lock_guard<std::mutex> lock(mutex_);
     stop();
     num_threads_ = num_threads;
+    shares_ = std::vector<TaskShare>(num_threads);
   }
 
-  void run(int num_tasks, detail::TaskFunction function, void* context) {
+  void run(int num_tasks, int most_at_once, detail::TaskFunction function, void* context) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (workers_.empty() && num_threads_ > 1) start();
     function_ = function;
     context_ = context;
-    num_tasks_ = num_tasks;
+    most_at_once_.store(most_at_once, std::memory_order_relaxed);
     unfinished_.store(num_tasks, std::memory_order_relaxed);
-    unclaimed_.store(num_tasks, std::memory_order_release);
+    for (int thread = 0; thread < num_threads_; ++thread)
+      shares_[thread].deal(share_of(num_tasks, thread, num_threads_));
     announce();
     inside_job = true;
     {
@@ -103,17 +106,23 @@ class Pool {
   }
 
  private:
-  // A task is claimed by counting `unclaimed_` down. The job's description is read after a claim
-  // only: it cannot change before the claimed task is finished. A worker that comes late finds
-  // nothing to claim, or takes part in the job that runs by then.
+  // The job's function and context are read after a claim only: they cannot change before the
+  // claimed tasks are counted as finished. A worker that comes late finds nothing to claim, or
+  // takes part in the job that runs by then.
   void work(int thread) {
-    int left = unclaimed_.load(std::memory_order_acquire);
-    while (left > 0) {
-      if (!unclaimed_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel)) continue;
-      function_(context_, num_tasks_ - left, thread);
-      unfinished_.fetch_sub(1, std::memory_order_release);
-      left = unclaimed_.load(std::memory_order_acquire);
+    int finished = 0;
+    const auto run_tasks = [&](TaskRange tasks) {
+      if (tasks.size() > 0) function_(context_, tasks, thread);
+      finished += tasks.size();
+      return tasks.size() > 0;
+    };
+    const auto most = [this] { return most_at_once_.load(std::memory_order_relaxed); };
+    while (run_tasks(shares_[thread].take_first(most()))) {}
+    for (int i = 1; i < num_threads_; ++i) {
+      TaskShare& other = shares_[(thread + i) % num_threads_];
+      while (run_tasks(other.take_last(most()))) {}
     }
+    if (finished > 0) unfinished_.fetch_sub(finished, std::memory_order_release);
   }
 
   // The count of jobs and the count of sleepers are each written by one side and read by the
@@ -163,9 +172,9 @@ class Pool {
 
   detail::TaskFunction function_ = nullptr;
   void* context_ = nullptr;
-  int num_tasks_ = 0;
+  std::atomic<int> most_at_once_{1};
+  std::vector<TaskShare> shares_;
 
-  alignas(kCacheLine) std::atomic<int> unclaimed_{0};
   alignas(kCacheLine) std::atomic<int> unfinished_{0};
   alignas(kCacheLine) std::atomic<std::uint32_t> jobs_{0};
   std::atomic<int> sleepers_{0};
@@ -188,6 +197,13 @@ Pool& pool() { return *pool_slot().load(std::memory_order_acquire); }
 
 }  // namespace
 
+TaskRange share_of(int num_tasks, int thread, int num_threads) {
+  const auto begin_of = [&](std::int64_t thread) {
+    return static_cast<int>(ceil_div(num_tasks * thread, std::int64_t{num_threads}));
+  };
+  return {begin_of(thread), begin_of(thread + 1)};
+}
+
 int num_threads() { return pool().num_threads(); }
 
 void set_num_threads(int n) {
@@ -199,12 +215,12 @@ void set_num_threads(int n) {
 
 namespace detail {
 
-void run(int num_tasks, TaskFunction function, void* context) {
+void run(int num_tasks, int most_at_once, TaskFunction function, void* context) {
   if (inside_job || num_tasks == 1 || num_threads() == 1) {
     FlushDenormals mode;
-    for (int task = 0; task < num_tasks; ++task) function(context, task, thread_index);
+    if (num_tasks > 0) function(context, {0, num_tasks}, thread_index);
   } else if (num_tasks > 0) {
-    pool().run(num_tasks, function, context);
+    pool().run(num_tasks, most_at_once, function, context);
   }
 }
 

@@ -1,5 +1,6 @@
 """The pool runs every task once, however many threads there are and whoever calls it."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -41,6 +42,42 @@ def test_each_task_runs_once_a_job(num_threads, num_tasks) -> None:
     _native.set_num_threads(num_threads)
     assert _native.num_threads() == num_threads
     assert count(num_tasks, 50).tolist() == [50] * num_tasks
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_tasks", [0, 1, 2, 7, 100])
+def test_tasks_that_are_claimed_together_run_once(num_threads, num_tasks) -> None:
+    _native.set_num_threads(num_threads)
+    counts = torch.zeros(num_tasks, dtype=torch.int32)
+    for most_at_once in (1, 3, 64):
+        _native.count_tasks(counts, 20, most_at_once=most_at_once)
+    assert counts.tolist() == [60] * num_tasks
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 64])
+@pytest.mark.parametrize("num_tasks", [0, 1, 2, 30, 31, 1000])
+def test_shares_are_neighbours_of_about_equal_size(num_threads, num_tasks) -> None:
+    shares = [_native.share_of(num_tasks, thread, num_threads) for thread in range(num_threads)]
+    borders = [0, *(end for _, end in shares)]
+    assert shares == list(itertools.pairwise(borders))
+    assert borders[-1] == num_tasks
+    sizes = [end - begin for begin, end in shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[0] == max(sizes), "the caller, which begins first, has no smaller share"
+
+
+def test_idle_threads_sleep() -> None:
+    program = """
+import time, torch
+from tokenmill import _native
+_native.set_num_threads(4)
+_native.count_tasks(torch.zeros(64, dtype=torch.int32), 20)
+time.sleep(0.05)
+begin = time.process_time()
+time.sleep(0.5)
+print(time.process_time() - begin)
+"""
+    assert float(run_python(program).stdout) < 0.05
 
 
 def test_threads_may_change_between_jobs() -> None:
