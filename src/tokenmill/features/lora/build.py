@@ -42,9 +42,8 @@ def build_adapters(
 ) -> Adapters | None:
     """What the runner tells of its rows; None without `enable_lora`.
 
-    To be called before anything of the model is recorded. Without
-    `on_gpu` it is for the CPU. Raises `ConfigError`
-    if the model has no layer that `lora_target_modules` names.
+    To be called before anything of the model is recorded. Without `on_gpu` it is for the CPU.
+    Raises `ConfigError` if the model has no layer that `lora_target_modules` names.
     """
     lora = config.lora
     if lora is None:
