@@ -202,3 +202,4 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
 
     outputs: list[EngineCoreOutput] = []
     stats: SchedulerStats | None = None
+    """Set in messages of a core in its own process; others are asked: `Scheduler.make_stats`."""
