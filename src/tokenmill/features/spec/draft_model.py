@@ -200,7 +200,10 @@ class DraftModelDrafter:
             new = token_ids[row, start:end].tolist()
             num_held = self._acceptance.observe(row, token_ids[row], end)
             counts.num_tokens[row] = start
-            counts.num_computed_tokens[row] = min(counts.num_computed_tokens[row], start + num_held)
+            # The last token is computed once more if it was a draft: its logits are wanted.
+            counts.num_computed_tokens[row] = min(
+                counts.num_computed_tokens[row], start + num_held, end - 1
+            )
             self._num_known[row] = end
             if new:
                 cached.appended_rows.append(row)
