@@ -107,6 +107,7 @@ def test_extras_are_typed():
         {"cache_salt": "x"},
         {"adapter": AdapterRef("any", "x")},
         {"cache_salt": "x", "adapter": AdapterRef("any", "x")},
+        {"cache_salt": "xax"},
         {"cache_salt": "xa\1\0\0\0x"},
         {"mm_features": [feature("x")]},
         {"mm_features": [feature("x", 1)]},
