@@ -119,7 +119,7 @@ for level in i8mm dotprod neon; do
     parts+=("tests/kernels/test_native_$file.py -k $level")
   done
 done
-for file in native_{gemm,fused,blocks} bitmask state_space step_gather; do
+for file in native_{gemm,fused,blocks,lora} bitmask state_space; do
   parts+=("tests/kernels/test_$file.py")
 done
 begin=$SECONDS
