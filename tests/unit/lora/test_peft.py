@@ -85,6 +85,7 @@ def test_settings_count_by_what_they_say(tmp_path: Path) -> None:
         ({"rank_pattern": {"a": -1}}, "rank_pattern"),
         ({"rank_pattern": {"(": 1}}, "rank_pattern"),
         ({"alpha_pattern": {"a": "x"}}, "alpha_pattern"),
+        ({"alpha_pattern": {"((a+)+)+b+": 1}}, "repeats more than 3 times"),
         ({"bias": "all"}, "trained biases"),
         ({"lora_bias": True}, "trained biases"),
         ({"use_dora": True}, "DoRA"),

@@ -22,6 +22,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_REPEATS = 3
+"""Repetitions in a name's pattern: what a match may take grows with their power."""
 
 _REFUSED = {
     "use_dora": "DoRA, which rescales the columns of the weights",
@@ -165,6 +167,11 @@ def _pattern(directory: Path, config: Mapping[str, Any], key: str) -> Mapping[st
             re.compile(pattern)
         except re.error as error:
             raise AdapterError(f"{directory}: {key} holds {shown(pattern)}: {error}.") from error
+        if sum(map(pattern.count, "*+{")) > _MAX_REPEATS:
+            raise AdapterError(
+                f"{directory}: {key} holds {shown(pattern)}, which repeats more than"
+                f" {_MAX_REPEATS} times (*, +, {{): list the names in its place."
+            )
     return value
 
 
