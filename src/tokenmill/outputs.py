@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, overload
 
+from tokenmill.lora_request import LoRARequest
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -167,6 +169,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
+    lora_request: LoRARequest | None = None
+    """The adapter that it runs with."""
     pooled: Any = None
     """float32 [size], or [num_prompt_tokens, size]: the result of a pooling request, as an array of
     numpy; there are no tokens then."""

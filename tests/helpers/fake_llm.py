@@ -64,14 +64,16 @@ class FakeEngine:
         self.requests = {}
         self.aborted = []
         self.params = []
+        self.lora_requests = []
         self.num_steps = 0
         self.interrupt_at = interrupt_at
 
-    def add_request(self, request_id, prompt, params):
+    def add_request(self, request_id, prompt, params, *, lora_request=None):
         text = prompt if isinstance(prompt, str) else prompt["prompt"]
         if text == "too long":
             raise InvalidRequestError("prompt: too long.", parameter="prompt")
         self.params.append(params)
+        self.lora_requests.append(lora_request)
         self.requests[request_id] = FakeRequest(request_id, text, params)
 
     def step(self):

@@ -91,9 +91,12 @@ def test_the_same_bits_however_it_is_run(adapters: dict[str, Path]) -> None:
     chosen = named(adapters, "ab-cade")
     with engine(enable_prefix_caching=False) as llm:
         alone = [
-            bits(generate(llm, [ids], [each]))[0] for ids, each in zip(PROMPTS, chosen, strict=True)
+            bits(generate(llm, [ids], [each], max_tokens=24))[0]
+            for ids, each in zip(PROMPTS, chosen, strict=True)
         ]
-        assert bits(generate(llm, PROMPTS, chosen)) == alone
+        outputs = generate(llm, PROMPTS, chosen, max_tokens=24)
+        assert bits(outputs) == alone
+        assert [output.lora_request for output in outputs] == chosen
     ways: list[dict[str, Any]] = [
         {"max_num_batched_tokens": 24},
         {"num_kv_blocks": 6, "max_num_seqs": 5},  # preempted
@@ -106,10 +109,15 @@ def test_the_same_bits_however_it_is_run(adapters: dict[str, Path]) -> None:
         ways.append({"check_graphs": True})
     for way in ways:
         with engine(**way) as llm:
-            assert bits(generate(llm, PROMPTS, chosen)) == alone, way
-            assert bits(generate(llm, PROMPTS, chosen)) == alone, way  # from the cache
+            outputs = generate(llm, PROMPTS, chosen, max_tokens=24)
+            assert bits(outputs) == alone, way
+            assert bits(generate(llm, PROMPTS, chosen, max_tokens=24)) == alone, (
+                way
+            )  # from the cache
+            if "num_kv_blocks" in way:
+                assert any(output.metrics.num_preemptions for output in outputs)
     with engine(enable_lora=False, max_loras=1) as llm:
-        assert bits(generate(llm, [PROMPTS[2]], [None])) == [alone[2]]
+        assert bits(generate(llm, [PROMPTS[2]], [None], max_tokens=24)) == [alone[2]]
 
 
 @pytest.mark.skipif(not native.is_available(), reason="steps of one native call")

@@ -20,6 +20,7 @@ from tokenmill.contracts.request import (
 from tokenmill.engine.detokenizer import Detokenizer, make_detokenizer
 from tokenmill.engine.input_processor import ProcessedInput
 from tokenmill.engine.logprobs import LogprobsProcessor
+from tokenmill.lora_request import LoRARequest
 from tokenmill.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tokenmill.sampling_params import RequestOutputKind
 from tokenmill.tokenizer.tokenizer import Tokenizer
@@ -32,6 +33,8 @@ class _UserRequest:
     source: ProcessedInput
     unfinished: set[str]
     """Core ids of the sequences that still run."""
+    lora_request: LoRARequest | None
+    """What its outputs say of its adapter."""
     sequences: list[_Sequence] = field(default_factory=list)
 
     @property
@@ -187,7 +190,9 @@ class OutputProcessor:
 
     def add_request(self, source: ProcessedInput) -> None:
         """Expect outputs for every sequence of a request."""
-        user = _UserRequest(source, {child.request_id for child in source.children})
+        adapter = source.children[0].adapter
+        lora_request = None if adapter is None else LoRARequest(adapter.name, adapter.path)
+        user = _UserRequest(source, {each.request_id for each in source.children}, lora_request)
         for index, child in enumerate(source.children):
             sequence = _Sequence(child, index, user, self._tokenizer, self._stream_interval)
             user.sequences.append(sequence)
@@ -271,6 +276,7 @@ class OutputProcessor:
             ),
             num_cached_tokens=first.num_cached_tokens,
             metrics=_merged([sequence.metrics for sequence in shown]),
+            lora_request=user.lora_request,
             pooled=first.pooled,
         )
 

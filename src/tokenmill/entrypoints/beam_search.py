@@ -188,6 +188,7 @@ class BeamSearch:
             finished=True,
             num_cached_tokens=first.num_cached_tokens,
             metrics=metrics,
+            lora_request=first.lora_request,
         )
 
     def _fail(self, failed: CompletionOutput) -> None:

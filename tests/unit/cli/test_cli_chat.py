@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from helpers.cli import run_cli
+from tokenmill.lora_request import LoRARequest
 
 
 def contents(conversation):
@@ -19,6 +20,13 @@ def test_one_question_is_answered_and_that_is_all():
     ]
     assert "new tokens, first token after 1.00 s, 1.0 tokens/s" in result.stderr
     assert result.llm.closed
+
+
+def test_every_turn_has_the_adapter(tmp_path):
+    result = run_cli("chat", "--lora", str(tmp_path / "sql"), stdin="one\ntwo\n")
+    expected = LoRARequest("sql", str(tmp_path / "sql"))
+    assert result.llm.engine_args["enable_lora"] is True
+    assert result.llm.llm_engine.lora_requests == [expected, expected]
 
 
 def test_a_conversation_remembers_its_turns():

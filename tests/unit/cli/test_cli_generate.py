@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from helpers.cli import run_cli
+from tokenmill.lora_request import LoRARequest
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -146,6 +147,14 @@ def test_engine_flags_reach_the_engine():
     assert result.llm.engine_args["hf_overrides"] == {
         "rope_parameters": {"type": "yarn", "factor": 2.0}
     }
+
+
+def test_an_adapter_is_for_all_prompts_and_turns_adapters_on(tmp_path):
+    result = run_cli("generate", "a", "b", "--lora", str(tmp_path / "sql"))
+    assert result.llm.engine_args["enable_lora"] is True
+    expected = LoRARequest("sql", str(tmp_path / "sql"))
+    assert result.llm.llm_engine.lora_requests == [expected, expected]
+    assert run_cli("generate", "a").llm.llm_engine.lora_requests == [None]
 
 
 def test_sampling_flags_that_are_objects_and_lists():

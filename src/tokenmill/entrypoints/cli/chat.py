@@ -14,6 +14,7 @@ from tokenmill.entrypoints.cli.flags import (
     NOT_ON_THE_COMMAND_LINE,
     SAMPLING,
     EngineFlags,
+    Lora,
     Quiet,
     given_params,
     sampling_flags,
@@ -21,6 +22,7 @@ from tokenmill.entrypoints.cli.flags import (
 from tokenmill.entrypoints.cli.session import (
     BuildLLM,
     Tally,
+    adapter,
     open_console,
     open_llm,
     run_requests,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from tokenmill.entrypoints.cli.shown_answer import ShownAnswer
     from tokenmill.entrypoints.llm import LLM
+    from tokenmill.lora_request import LoRARequest
 
 COMMANDS = {
     "/system": "/system TEXT sets the system message (without TEXT: none) and starts anew",
@@ -81,6 +84,7 @@ def chat(
     /,
     *,
     system: Annotated[str | None, SYSTEM] = None,
+    lora: Lora = None,
     quiet: Quiet = False,
     sampling: Annotated[ChatSampling, SAMPLING] = SAMPLING_DEFAULTS,
     engine: Annotated[EngineFlags, ENGINE] = ENGINE_DEFAULTS,
@@ -91,12 +95,14 @@ def chat(
 
     given = given_params(sampling)
     console = open_console()
-    with open_llm(engine, build_llm, console, quiet=quiet) as llm:
+    with open_llm(engine, build_llm, console, quiet=quiet, lora=lora) as llm:
         params = llm.get_default_sampling_params().replace(
             **given, output_kind=RequestOutputKind.DELTA
         )
         params = with_marks(llm, params)
-        conversation = Conversation(llm, params, console, system=system, quiet=quiet)
+        conversation = Conversation(
+            llm, params, console, lora_request=adapter(lora), system=system, quiet=quiet
+        )
         if question is not None:
             conversation.ask(question)
         else:
@@ -108,10 +114,18 @@ class Conversation:
     """The messages so far, and the engine that answers."""
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, console: Console, *, system: str | None, quiet: bool
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        console: Console,
+        *,
+        lora_request: LoRARequest | None,
+        system: str | None,
+        quiet: bool,
     ) -> None:
         self._llm = llm
         self._params = params
+        self._lora_request = lora_request
         self._console = console
         self._quiet = quiet
         self.messages: list[dict[str, str]] = []
@@ -148,7 +162,9 @@ class Conversation:
                 self.messages = [*asked, answer.message]
 
     def _stream(self, prompt: Any, answer: ShownAnswer, tally: Tally) -> None:
-        for output in run_requests(self._llm, {"chat": prompt}, self._params, tally):
+        for output in run_requests(
+            self._llm, {"chat": prompt}, self._params, self._lora_request, tally
+        ):
             (sequence,) = output.outputs
             if sequence.finish_reason == "error":
                 raise GenerationError(f"The answer failed: {sequence.error}")

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,11 @@ NOT_A_FLAG = Parameter(parse=False)
 
 SAMPLING = Parameter(name="*", group=Group("Sampling", sort_key=1))
 ENGINE = Parameter(name="*", group=Group("Engine", sort_key=2))
+
+Lora = Annotated[
+    Path | None,
+    Parameter(help="Directory of a LoRA adapter in PEFT's format; adapters are enabled for it."),
+]
 
 Quiet = Annotated[
     bool,

@@ -18,6 +18,7 @@ from tokenmill.entrypoints.cli.flags import (
     NOT_ON_THE_COMMAND_LINE,
     SAMPLING,
     EngineFlags,
+    Lora,
     Quiet,
     given_params,
     sampling_flags,
@@ -25,6 +26,7 @@ from tokenmill.entrypoints.cli.flags import (
 from tokenmill.entrypoints.cli.session import (
     BuildLLM,
     Tally,
+    adapter,
     open_console,
     open_llm,
     run_requests,
@@ -35,6 +37,7 @@ from tokenmill.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from tokenmill.entrypoints.llm import LLM
+    from tokenmill.lora_request import LoRARequest
     from tokenmill.outputs import RequestOutput
 
 
@@ -70,6 +73,7 @@ def generate(
     *prompts: Annotated[str, PROMPTS],
     prompt_file: Annotated[list[Path] | None, PROMPT_FILE] = None,
     json: Annotated[bool, JSON] = False,
+    lora: Lora = None,
     quiet: Quiet = False,
     sampling: Annotated[GenerateSampling, SAMPLING] = SAMPLING_DEFAULTS,
     engine: Annotated[EngineFlags, ENGINE] = ENGINE_DEFAULTS,
@@ -84,10 +88,10 @@ def generate(
         )
     texts = _read_prompts(prompts, prompt_file or [])
     console = open_console()
-    with open_llm(engine, build_llm, console, quiet=quiet) as llm:
+    with open_llm(engine, build_llm, console, quiet=quiet, lora=lora) as llm:
         tally = Tally()
         try:
-            (_print_json if json else _print_text)(llm, texts, given, tally)
+            (_print_json if json else _print_text)(llm, texts, given, adapter(lora), tally)
         finally:
             if tally.num_sequences and not quiet:
                 console.print(tally.line(), style="dim")
@@ -155,12 +159,14 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _print_text(llm: LLM, texts: list[str], given: dict[str, Any], tally: Tally) -> None:
+def _print_text(
+    llm: LLM, texts: list[str], given: dict[str, Any], lora: LoRARequest | None, tally: Tally
+) -> None:
     params = llm.get_default_sampling_params().replace(**given, output_kind=RequestOutputKind.DELTA)
     prompts = {str(number): text for number, text in enumerate(texts)}
     keys = [(request_id, index) for request_id in prompts for index in range(params.n)]
     printer, errors = InOrder(keys, _write, separator="\n\n"), []
-    for output in run_requests(llm, prompts, params, tally):
+    for output in run_requests(llm, prompts, params, lora, tally):
         errors += _errors(output)
         for sequence in output.outputs:
             key = (output.request_id, sequence.index)
@@ -168,13 +174,15 @@ def _print_text(llm: LLM, texts: list[str], given: dict[str, Any], tally: Tally)
     _raise_first(errors)
 
 
-def _print_json(llm: LLM, texts: list[str], given: dict[str, Any], tally: Tally) -> None:
+def _print_json(
+    llm: LLM, texts: list[str], given: dict[str, Any], lora: LoRARequest | None, tally: Tally
+) -> None:
     params = llm.get_default_sampling_params().replace(
         **given, output_kind=RequestOutputKind.FINAL_ONLY
     )
     prompts = {str(number): text for number, text in enumerate(texts)}
     printer, errors = InOrder(list(prompts), _write, separator="\n"), []
-    for output in run_requests(llm, prompts, params, tally):
+    for output in run_requests(llm, prompts, params, lora, tally):
         errors += _errors(output)
         printer.add(output.request_id, _as_json(output), complete=True)
     _raise_first(errors)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenmill.entrypoints.cli.progress import loading_progress
 from tokenmill.errors import InvalidRequestError
+from tokenmill.lora_request import LoRARequest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,13 +56,25 @@ def open_console() -> Console:
     return console
 
 
+def adapter(directory: Path | None) -> LoRARequest | None:
+    """What --lora names."""
+    return None if directory is None else LoRARequest(directory.resolve().name, str(directory))
+
+
 @contextmanager
 def open_llm(
-    engine: EngineFlags, build: BuildLLM, console: Console, *, quiet: bool
+    engine: EngineFlags,
+    build: BuildLLM,
+    console: Console,
+    *,
+    quiet: bool,
+    lora: Path | None = None,
 ) -> Iterator[LLM]:
-    """The loaded model; closed at the end."""
+    """The loaded model, ready for an adapter if --lora names one; closed at the end."""
+    arguments = asdict(engine)
+    arguments["enable_lora"] |= lora is not None
     with loading_progress(console, shown=not quiet) as on_progress:
-        llm = build(**asdict(engine), on_progress=on_progress)
+        llm = build(**arguments, on_progress=on_progress)
     if not quiet:
         console.print(llm.llm_engine.summary, style="dim")
     try:
@@ -126,7 +140,11 @@ class Tally:
 
 
 def run_requests(
-    llm: LLM, prompts: Mapping[str, Any], params: SamplingParams, tally: Tally
+    llm: LLM,
+    prompts: Mapping[str, Any],
+    params: SamplingParams,
+    lora_request: LoRARequest | None,
+    tally: Tally,
 ) -> Iterator[RequestOutput]:
     """Outputs of all prompts (request id to prompt) as they come, counted in `tally`.
 
@@ -135,7 +153,7 @@ def run_requests(
     engine, unfinished = llm.llm_engine, set(prompts)
     try:
         for request_id, prompt in prompts.items():
-            engine.add_request(request_id, prompt, params)
+            engine.add_request(request_id, prompt, params, lora_request=lora_request)
         while unfinished:
             for output in engine.step():
                 if output.finished:
