@@ -207,7 +207,7 @@ def test_passes_that_cost_more_than_they_bring_are_given_up() -> None:
         wants_plain = False
 
         def end(self) -> None:
-            self.cost = StepCost(3.0, 0.5)
+            self.cost = StepCost.line(3.0, 0.5)
 
     target = Target(adaptive=True, timer=Timer(largest=4), clock=Clock())
     target.enter(0, [3, 1, 4], temperature=0.0)

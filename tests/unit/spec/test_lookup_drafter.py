@@ -68,19 +68,19 @@ class Rows:
 
 
 def test_what_followed_the_last_tokens_is_drafted() -> None:
-    rows = Rows(StepCost(1.0, 0.0), adaptive=False)
+    rows = Rows(StepCost.line(1.0, 0.0), adaptive=False)
     rows.enter([[*REPEATED, 1, 5, 6]])
     assert rows.step([[7, 0]]) == {"0": [8, 9, 10, 1, 5, 6]}
 
 
 def test_nothing_is_drafted_where_nothing_stood_before() -> None:
-    rows = Rows(StepCost(1.0, 0.0), adaptive=False)
+    rows = Rows(StepCost.line(1.0, 0.0), adaptive=False)
     rows.enter([[1, 2, 3, 4]])
     assert rows.step([[5]]) == {}
 
 
 def test_what_another_request_was_told_is_drafted_unless_they_have_salts() -> None:
-    rows = Rows(StepCost(1.0, 0.0), method="suffix", adaptive=False)
+    rows = Rows(StepCost.line(1.0, 0.0), method="suffix", adaptive=False)
     for _ in range(3):
         rows.enter([[*REPEATED, 1]])
         rows.step([[2]])
@@ -91,7 +91,7 @@ def test_what_another_request_was_told_is_drafted_unless_they_have_salts() -> No
 
 
 def test_drafts_that_hold_are_made_and_those_that_do_not_are_given_up() -> None:
-    cost = StepCost(3.0, 1.0)
+    cost = StepCost.line(3.0, 1.0)
     copying = Rows(cost)
     copying.enter([REPEATED * 2])
     comes = REPEATED * 60
@@ -100,7 +100,7 @@ def test_drafts_that_hold_are_made_and_those_that_do_not_are_given_up() -> None:
     assert len(drafts["0"]) >= 3
 
     draw = random.Random(0)
-    wandering = Rows(StepCost(1.0, 1.0))
+    wandering = Rows(StepCost.line(1.0, 1.0))
     wandering.enter([[draw.randrange(3) for _ in range(200)]])
     comes = [draw.randrange(3) for _ in range(900)]
     made = [len(wandering.step([comes]).get("0", [])) for _ in range(300)]
@@ -111,7 +111,7 @@ def test_drafts_that_hold_are_made_and_those_that_do_not_are_given_up() -> None:
 def test_a_row_that_begins_to_repeat_itself_gets_drafts_again() -> None:
     """Guesses are watched while none of them is sent."""
     draw = random.Random(1)
-    rows = Rows(StepCost(3.0, 1.0))
+    rows = Rows(StepCost.line(3.0, 1.0))
     rows.enter([[draw.randrange(3) for _ in range(200)]])
     comes = [draw.randrange(3) for _ in range(400)]
     for _ in range(200):
@@ -123,7 +123,7 @@ def test_a_row_that_begins_to_repeat_itself_gets_drafts_again() -> None:
 
 @pytest.mark.parametrize(("num_rows", "some"), [(1, True), (48, False)])
 def test_a_crowd_that_is_bound_by_arithmetic_gets_no_drafts(num_rows: int, some: bool) -> None:
-    rows = Rows(StepCost(3.0, 1.0), num_rows=num_rows)
+    rows = Rows(StepCost.line(3.0, 1.0), num_rows=num_rows)
     rows.enter([REPEATED * 2 for _ in range(num_rows)])
     draw = random.Random(2)
     # Every fifth token is another one: about four drafts of five hold.
