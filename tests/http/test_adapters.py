@@ -20,7 +20,7 @@ from helpers.tiny import tiny_llama
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.entrypoints.http.adapters import check_first_adapters, parse_adapters
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, shown
 from tokenmill.lora_request import LoRARequest
 
 KEY = "sk-operator"
@@ -118,9 +118,12 @@ def test_no_request_reaches_other_files(root: Path, path: str) -> None:
         assert "names no directory of adapters" in reply.error["message"]
         assert str(root.parent) not in reply.error["message"].replace(path or "-", "")
         # What is there and what is not cannot be told apart.
-        outside = load(server, "other", str(root.parent / "elsewhere"))
-        nowhere = load(server, "other", str(root.parent / "nowhere"))
-        assert outside.error["message"].replace("elsewhere", "nowhere") == nowhere.error["message"]
+        messages = set()
+        for outside in (str(root.parent / "elsewhere"), str(root.parent / "nowhere")):
+            message = load(server, "other", outside).error["message"]
+            assert shown(outside) in message
+            messages.add(message.replace(shown(outside), ""))
+        assert len(messages) == 1
         assert load(server, "sql", str(root / "sql")).status == 200
 
 
