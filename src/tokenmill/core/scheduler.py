@@ -302,7 +302,6 @@ class Scheduler:
                 output = settle_token(request, tokens[index], vocab_size, kv, finish)
             if output is None and not request.is_finished:
                 output = self._settle(step, index, result)
-                self._last.num_repeats = 0
             if output is not None:
                 outputs.append(output)
         return self._collect(outputs)
