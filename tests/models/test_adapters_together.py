@@ -14,7 +14,7 @@ import pytest
 
 from helpers.adapters import logprobs_of, merged, write_adapter
 from helpers.family_models import prompt, reference, saved
-from tokenmill import LLM, LoRARequest, RequestOutput, SamplingParams
+from tokenmill import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
 from tokenmill.errors import AdapterError, ConfigError, InvalidRequestError
 from tokenmill.kernels import native
 
@@ -118,6 +118,17 @@ def test_the_same_bits_however_it_is_run(adapters: dict[str, Path]) -> None:
                 assert any(output.metrics.num_preemptions for output in outputs)
     with engine(enable_lora=False, max_loras=1) as llm:
         assert bits(generate(llm, [PROMPTS[2]], [None], max_tokens=24)) == [alone[2]]
+
+
+def test_beams_have_the_adapter(shared: LLM, adapters: dict[str, Path]) -> None:
+    (adapter,) = named(adapters, "c")
+    (greedy,) = generate(shared, PROMPTS[:1], [adapter], temperature=0.0)
+    beams = BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True)
+    (plain,) = shared.beam_search([{"prompt_token_ids": PROMPTS[0]}], beams)
+    (found,) = shared.beam_search([{"prompt_token_ids": PROMPTS[0]}], beams, lora_request=adapter)
+    assert found.outputs[0].token_ids == greedy.outputs[0].token_ids
+    assert found.outputs[0].token_ids != plain.outputs[0].token_ids
+    assert (found.lora_request, plain.lora_request) == (adapter, None)
 
 
 @pytest.mark.skipif(not native.is_available(), reason="steps of one native call")
