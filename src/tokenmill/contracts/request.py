@@ -46,6 +46,21 @@ class MultiModalFeature(msgspec.Struct, array_like=True, omit_defaults=True, fro
     offset: int
     length: int
     inputs: dict[str, TensorData] = {}
+    """What the model's encoder takes, by the names of its family."""
+    embed_spans: list[tuple[int, int]] = []
+    """Which placeholders take embeddings of the encoder: (start, count) from `offset` on, in order
+    and apart. The others are tokens like any (row breaks, marks of the ends). Empty: all of them.
+    """
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The same, without the short form for all."""
+        return self.embed_spans or [(0, self.length)]
+
+    @property
+    def num_embeds(self) -> int:
+        """Embeddings that the encoder makes of it."""
+        return sum(count for _, count in self.spans)
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
