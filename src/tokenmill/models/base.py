@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
+from tokenmill.contracts.request import MultiModalFeature
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.kernels import LayerKernels
 
@@ -40,6 +42,29 @@ class CausalLM(Protocol):
 
     def attention_layers(self) -> Mapping[str, Attention]:
         """Every attention layer by its name, in order of depth."""
+        ...
+
+
+@runtime_checkable
+class SupportsMultiModal(Protocol):
+    """A decoder that also takes what is no text, as embeddings in the place of tokens'."""
+
+    def encode(self, modality: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One item's embeddings, [sum of its `embed_spans`' counts, hidden_size].
+
+        They have the dtype of the token embeddings, and their bits depend on the item alone.
+        `inputs` are what the family's processor made of it.
+        """
+        ...
+
+    def mrope_positions(
+        self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]
+    ) -> np.ndarray | None:
+        """Positions of a prompt, int64 [3, len(token_ids)], of a model with three for each token;
+        None of one whose positions are plain.
+
+        Behind the prompt all three go on by one, from the prompt's greatest + 1.
+        """
         ...
 
 
