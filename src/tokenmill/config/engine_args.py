@@ -88,7 +88,11 @@ class EngineArgs:
     check_graphs: bool = False
     """Run every step recorded and directly, and compare the bits; for whoever changes a kernel."""
     num_threads: int | None = None
-    """Compute threads."""
+    """Compute threads, of each replica."""
+    data_parallel_size: int = 1
+    """Replicas of the model, each an engine core in a process of its own with its own KV cache and
+    its share of the processors and of the memory, or a GPU of its own; requests go where their
+    prefix is (see docs/data-parallel.md)."""
     max_logprobs: int = 20
     """Most log-probabilities per token a request may ask for; -1 is no limit."""
     logprobs_mode: str = "raw_logprobs"

@@ -197,6 +197,8 @@ class EngineConfig:
     """None makes no drafts."""
     lora: LoRAConfig | None = None
     """None takes no adapters."""
+    data_parallel_size: int = 1
+    """Replicas; all other numbers are those of one."""
     reasons: tuple[Reason, ...] = ()
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _UNLIMITED = 1 << 60
@@ -43,6 +43,17 @@ class Machine:
     accelerator: Accelerator | None = None
     no_accelerator: str = "none was looked for"
     """Why there is none."""
+
+    def shared_by(self, num_replicas: int) -> Machine:
+        """What each of so many replicas has of it: processors and memory are divided, while each
+        has a GPU of its own.
+        """
+        return replace(
+            self,
+            num_cpus=max(self.num_cpus // num_replicas, 1),
+            total_memory=self.total_memory // num_replicas,
+            available_memory=self.available_memory // num_replicas,
+        )
 
 
 def read_machine(root: Path = Path("/"), *, isa: str = "reference") -> Machine:

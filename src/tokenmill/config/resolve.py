@@ -134,6 +134,7 @@ def resolve(
         structured_outputs=read_structured_outputs_config(args.structured_outputs_config),
         speculation=speculation,
         lora=lora,
+        data_parallel_size=at_least("data_parallel_size", args.data_parallel_size, 1),
         reasons=tuple(choices.reasons),
     )
 

@@ -169,8 +169,8 @@ def settle_implementation(
 
 
 def find_machine(args: EngineArgs) -> Machine:
-    """What there is to run on; GPUs are looked for unless the CPU was asked for."""
-    machine = read_machine(isa=active_isa())
+    """What a replica has to run on; GPUs are looked for unless the CPU was asked for."""
+    machine = read_machine(isa=active_isa()).shared_by(max(args.data_parallel_size, 1))
     if args.device == "cpu":
         return machine
     found = find_accelerator()
