@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenmill.config.device import keeps_blocks
 from tokenmill.config.engine_config import MemoryLedger
 from tokenmill.config.kv_layout import KVLayout
-from tokenmill.config.memory import StepShape, Weights, kv_bytes_per_token, workspace_bytes
+from tokenmill.config.memory import StepShape, kv_bytes_per_token, workspace_bytes
 from tokenmill.config.parameters import ModelParameters, read_parameters
-from tokenmill.config.quantization import choose_quantization
+from tokenmill.config.quantization import held_weights
 from tokenmill.config.speculation import DraftModel, SpeculativeConfig
 from tokenmill.errors import ConfigError
 
@@ -48,22 +47,14 @@ def resolve_draft(
     parameters = read_parameters(files.config)
     check_draft(speculation.model, parameters, target, kernels)
     device = "cuda" if kernels == "triton" else "cpu"
-    quantization = choose_quantization(
-        speculation.quantization, device, dtype, kernels, files.tensor_formats
-    )
-    weights = Weights(
-        files.tensor_shapes,
-        files.tensor_formats,
-        dtype,
-        keeps_blocks(kernels, dtype),
-        quantization,
-    )
+    tensors = files.tensor_shapes, files.tensor_formats
+    weights = held_weights(*tensors, speculation.quantization, device, dtype, kernels)
     draft = DraftModel(
         path=files.path,
         architecture=parameters.architecture,
         hf_config=files.config,
         dtype=dtype,
-        quantization=quantization,
+        quantization=weights.quantization,
         max_model_len=min(parameters.max_context, step.max_model_len),
         vocab_size=parameters.vocab_size,
         num_bytes=weights.num_bytes + workspace_bytes(parameters, replace(step, max_num_drafts=0)),

@@ -143,6 +143,22 @@ class EngineArgs:
     """Type of the adapters' matrices: auto (that of activations), bfloat16 or float32."""
     lora_target_modules: list[str] | None = None
     """Names of the modules that adapters may change, such as q_proj; any by default."""
+    limit_mm_per_prompt: dict[str, Any] = field(default_factory=dict)
+    """Most items of a kind in one prompt, as JSON on the command line: {"image": 4}. By default 16
+    images; 0 takes none."""
+    mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the model's image processor, as JSON on the command line; a request's own come
+    over them (see docs/images.md)."""
+    mm_processor_cache_gb: float = 1.0
+    """GiB of processed images that are kept for prompts which bring them again; 0 keeps none."""
+    max_image_pixels: int = 33_554_432
+    """Most pixels of an image; more are refused before they are decoded."""
+    allowed_local_media_path: str | None = None
+    """Directory below which file: URLs may name images; without it, none."""
+    allowed_media_domains: list[str] | None = None
+    """Hosts from which images are fetched: example.org, *.example.org for those below it,
+    example.org:8443 for another port than the usual one, or * for every public host. Without it,
+    nothing is fetched."""
     skip_tokenizer_init: bool = False
     """Work with token ids only; text goes neither in nor out."""
 

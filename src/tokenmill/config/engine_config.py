@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenmill.config.multimodal import MultiModalConfig
 from tokenmill.config.speculation import SpeculativeConfig, max_drafts
 from tokenmill.config.structured_outputs import StructuredOutputsConfig
 
@@ -197,6 +198,7 @@ class EngineConfig:
     """None makes no drafts."""
     lora: LoRAConfig | None = None
     """None takes no adapters."""
+    multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     data_parallel_size: int = 1
     """Replicas; all other numbers are those of one."""
     reasons: tuple[Reason, ...] = ()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX
-from tokenmill.config.device import NATIVE_KERNELS
+from tokenmill.config.device import NATIVE_KERNELS, keeps_blocks
+from tokenmill.config.memory import Weights
 from tokenmill.errors import ConfigError, did_you_mean
 
 GPU_QUANTIZATIONS = ("fp8", "int4")
@@ -55,3 +56,16 @@ def choose_quantization(
             f" kernels."
         )
     return wanted
+
+
+def held_weights(
+    shapes: Mapping[str, tuple[int, ...]],
+    formats: Mapping[str, str],
+    wanted: str | None,
+    device: str,
+    dtype: str,
+    kernels: str,
+) -> Weights:
+    """A checkpoint's tensors as they will be held. Raises as `choose_quantization` does."""
+    quantization = choose_quantization(wanted, device, dtype, kernels, formats)
+    return Weights(shapes, formats, dtype, keeps_blocks(kernels, dtype), quantization)

@@ -20,7 +20,6 @@ from tokenmill.config.device import (
     choose_exact,
     choose_kernels,
     flops_per_second,
-    keeps_blocks,
 )
 from tokenmill.config.draft_model import DraftFiles, beside_draft, resolve_draft, with_draft
 from tokenmill.config.dtypes import canonical_dtype
@@ -41,9 +40,10 @@ from tokenmill.config.kv_pool import PoolSize, size_pool
 from tokenmill.config.lora import resolve_lora
 from tokenmill.config.machine import Machine
 from tokenmill.config.memory import StepShape, Weights, empty_ledger
+from tokenmill.config.multimodal import resolve_multimodal
 from tokenmill.config.parameters import ModelParameters, at_least, one_of, read_parameters
 from tokenmill.config.pooling import resolve_pooling
-from tokenmill.config.quantization import choose_quantization
+from tokenmill.config.quantization import held_weights
 from tokenmill.config.speculation import SpeculativeConfig, max_drafts, resolve_speculation
 from tokenmill.config.structured_outputs import read_structured_outputs_config
 from tokenmill.errors import ConfigError, did_you_mean
@@ -101,9 +101,7 @@ def resolve(
     num_threads = _num_threads(args, machine, choices)
     max_model_len = _max_model_len(args, parameters, choices)
     kernels = choose_kernels(device, dtype, machine)
-    quantization = choose_quantization(args.quantization, device, dtype, kernels, tensor_formats)
-    blocks = keeps_blocks(kernels, dtype)
-    weights = Weights(tensor_shapes, tensor_formats, dtype, blocks, quantization)
+    weights = held_weights(tensor_shapes, tensor_formats, args.quantization, device, dtype, kernels)
     kv_dtype = _kv_dtype(args, weights, parameters, kernels, block_size, choices)
     flops = flops_per_second(kernels, num_threads)
     budget = _token_budget(args, weights, parameters, flops, defaults, choices)
@@ -121,7 +119,7 @@ def resolve(
         scheduler=_scheduler(args, step, max_model_len, defaults, weights, parameters, flops),
         device=device,
         exact=choose_exact(args, device),
-        quantization=quantization,
+        quantization=weights.quantization,
         attention_backend=args.attention_backend,
         kernels=kernels,
         graphs=_graphs(args),
@@ -134,6 +132,7 @@ def resolve(
         structured_outputs=read_structured_outputs_config(args.structured_outputs_config),
         speculation=speculation,
         lora=lora,
+        multimodal=resolve_multimodal(args),
         data_parallel_size=at_least("data_parallel_size", args.data_parallel_size, 1),
         reasons=tuple(choices.reasons),
     )
