@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
 from tokenmill.checkpoint.mapped_file import FileRange, MappedFile
+from tokenmill.checkpoint.nested_config import canonical_name, flat_config, has_vision_tower
 from tokenmill.checkpoint.safetensors_header import read_header
 from tokenmill.errors import CheckpointError, did_you_mean
 
@@ -70,6 +71,8 @@ class HFDirectory:
         self.config, self.generation_config = read_configs(path)
         self.tokenizer_data = TokenizerData(directory=path)
         self._entries = _find_tensors(path)
+        if has_vision_tower(self.config):
+            self._entries = {canonical_name(name): at for name, at in self._entries.items()}
         self.tensor_shapes: Mapping[str, tuple[int, ...]] = {
             name: entry.shape for name, entry in self._entries.items()
         }
@@ -131,10 +134,11 @@ class HFDirectory:
 def read_configs(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and generation_config.json, which is empty if there is none.
 
-    Raises `CheckpointError` for a file that cannot be read or holds no JSON object.
+    The first is as `flat_config` makes it. Raises `CheckpointError` for a file that cannot be read
+    or holds no JSON object.
     """
     generation_config = directory / _GENERATION_CONFIG
-    return _read_json(directory / CONFIG), (
+    return flat_config(_read_json(directory / CONFIG)), (
         _read_json(generation_config) if generation_config.is_file() else {}
     )
 

@@ -150,6 +150,17 @@ def require_torch_path(kernels: LayerKernels, what: str) -> None:
         )
 
 
+def tower_kernels(kernels: LayerKernels, dtype: torch.dtype) -> LayerKernels:
+    """The kernels of what makes embeddings beside a decoder that runs on `kernels`.
+
+    They quantise nothing. On a GPU they are torch's: an item is encoded by itself, so that sums
+    whose order depends on the number of rows always have the same.
+    """
+    if isinstance(kernels, NativeKernels):
+        return layer_kernels(dtype)
+    return PlainKernels(kernels.device)
+
+
 @functools.cache
 def layer_kernels(dtype: torch.dtype, quantization: Quantization | None = None) -> LayerKernels:
     """The native kernels where they can be had, else torch's, which quantise nothing."""

@@ -7,7 +7,8 @@ the loader only matches names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -59,6 +60,18 @@ def transposed_slot(slot: WeightSlot) -> WeightSlot:
         slot.load(plain_raw(plain_values(raw).t()))
 
     return WeightSlot(slot.name, slot.shape[::-1], load)
+
+
+def flattened_slot(slot: WeightSlot, shape: tuple[int, ...]) -> WeightSlot:
+    """`slot` for a matrix that its checkpoint keeps as `shape`, with several dimensions for its
+    columns: a convolution whose steps are as long as its window.
+    """
+    assert slot.shape == (shape[0], prod(shape[1:]))
+
+    def load(raw: RawTensor) -> None:
+        slot.load(replace(raw, shape=slot.shape))
+
+    return WeightSlot(slot.name, shape, load)
 
 
 _FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -11,9 +11,8 @@ of classifiers:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,8 +22,7 @@ from torch.nn import functional
 from tokenmill.config.parameters import ModelParameters, positive_int, read_parameters
 from tokenmill.config.pooling import num_labels, position_offset
 from tokenmill.errors import ConfigError, shown
-from tokenmill.kernels.activation import activation
-from tokenmill.kernels.gelu import gelu
+from tokenmill.layers.activations import Activation, read_activation
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import EmbeddingTable, VocabEmbedding
 from tokenmill.layers.kernels import LayerKernels, layer_kernels
@@ -37,16 +35,6 @@ from tokenmill.models.pooling import DenseHead
 
 SMALLEST_HEAD = 64
 """Values of a head that the native kernels take; many small encoders have 32."""
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": gelu,
-    "gelu_new": partial(activation, gate="gelu_tanh"),
-    "gelu_pytorch_tanh": partial(activation, gate="gelu_tanh"),
-    "silu": partial(activation, gate="silu"),
-    "relu": torch.relu,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +63,13 @@ class BertConfig:
                 f"config.json: position_embedding_type={shown(kind)} is not supported; 'absolute'"
                 f" is."
             )
-        name = str(hf_config.get("hidden_act") or "gelu")
-        if name not in _ACTIVATIONS:
-            raise ConfigError(
-                f"config.json: hidden_act={shown(name)} is not supported; these are:"
-                f" {', '.join(_ACTIVATIONS)}."
-            )
         return cls(
             sizes=sizes,
             num_positions=positive_int(hf_config, "max_position_embeddings"),
             num_types=positive_int(hf_config, "type_vocab_size", 2),
             position_offset=position_offset(sizes.architecture, hf_config),
             norm_eps=norm_eps(hf_config, "layer_norm_eps", 1e-12),
-            activation=_ACTIVATIONS[name],
+            activation=read_activation(hf_config, "hidden_act"),
         )
 
 

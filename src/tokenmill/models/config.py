@@ -12,7 +12,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.kernels.activation import Gate
 from tokenmill.layers.rope import RopeConfig
 
-_GATES: dict[str, Gate] = {
+GATES: dict[str, Gate] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -91,9 +91,9 @@ def activation_gate(hf_config: Mapping[str, Any], default: str = "silu") -> Gate
         name = hf_config.get(key)
         if name is None:
             continue
-        if name not in _GATES:
+        if name not in GATES:
             raise ConfigError(
-                f"config.json: {key}={name!r} is not supported; these are: {', '.join(_GATES)}."
+                f"config.json: {key}={name!r} is not supported; these are: {', '.join(GATES)}."
             )
-        return _GATES[name]
-    return _GATES[default]
+        return GATES[name]
+    return GATES[default]

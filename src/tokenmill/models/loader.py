@@ -78,6 +78,8 @@ def load_model(
     slots = [replace(slot, name=slot.name.removeprefix(prefix)) for slot in weight_slots(model)]
     skipped = {HEAD} if hf_config["tie_word_embeddings"] else set()
     skipped |= getattr(family, "unused_tensors", frozenset())
+    beyond: tuple[str, ...] = getattr(model, "unused_prefixes", ())
+    skipped |= {name for name in checkpoint.tensor_shapes if name.startswith(beyond)}
     check_names_and_shapes(slots, checkpoint, skipped)
     fill(slots, checkpoint, on_progress)
     model.eval()

@@ -1,0 +1,179 @@
+"""Models with a vision tower beside their decoder: one set of names, for configs and for tensors.
+
+Their config.json has a decoder's parameters in `text_config` and the tower's in `vision_config`,
+and leaves out what the library that wrote it has as default. Here the decoder's move to the top,
+where everybody looks for a model's parameters, and both are completed.
+
+Their tensors have had several names. Here the decoder's are those of a model without a tower:
+
+    model.*  lm_head.*                            the decoder
+    vision_tower.*  vision_model.*  visual.*      towers, as the family calls its own
+    multi_modal_projector.*  connector.*          what brings the tower's values to the decoder
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenmill.errors import CheckpointError
+
+VISION_ARCHITECTURES = frozenset(
+    {
+        "LlavaForConditionalGeneration",
+        "Idefics3ForConditionalGeneration",
+        "SmolVLMForConditionalGeneration",
+    }
+)
+
+_LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+}
+_QWEN2 = _LLAMA | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "eos_token_id": None,
+}
+_TEXT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", _LLAMA),
+    "mistral": (
+        "MistralForCausalLM",
+        _LLAMA
+        | {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen2": ("Qwen2ForCausalLM", _QWEN2),
+    "qwen3": ("Qwen3ForCausalLM", _QWEN2 | {"head_dim": 128}),
+}
+"""`model_type` of a `text_config` -> the decoder's own architecture, and what a file leaves out."""
+
+_CLIP = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+}
+_SIGLIP = _CLIP | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+_IDEFICS3 = _SIGLIP | {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
+_VISION_DEFAULTS: dict[str, dict[str, Any]] = {
+    "clip_vision_model": _CLIP,
+    "siglip_vision_model": _SIGLIP,
+    "idefics3": _IDEFICS3,
+    "idefics3_vision": _IDEFICS3,
+    "smolvlm_vision": _IDEFICS3,
+}
+"""`model_type` of a `vision_config` -> what a file leaves out."""
+
+_DEFAULT_KINDS = {
+    "LlavaForConditionalGeneration": ("llama", "clip_vision_model"),
+    "Idefics3ForConditionalGeneration": ("llama", "idefics3_vision"),
+    "SmolVLMForConditionalGeneration": ("llama", "smolvlm_vision"),
+}
+"""`model_type` of both parts, where they do not say."""
+
+_LLAVA_TOWER = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+"""What the family has instead of CLIP's defaults, where there is no `vision_config`."""
+
+DECODER_ARCHITECTURE = "decoder_architecture"
+"""Key of the decoder's own architecture, such as `LlamaForCausalLM`, in a config made here."""
+
+_RENAMED = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
+    ("model.vision_tower.vision_model.", "vision_tower."),
+    ("vision_tower.vision_model.", "vision_tower."),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.vision_model.", "vision_model."),
+    ("model.connector.", "connector."),
+    ("model.visual.", "visual."),
+)
+"""Beginnings of names, and what they become; the first that fits."""
+
+
+def has_vision_tower(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is one of the models of this file."""
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and bool(
+        architectures and architectures[0] in VISION_ARCHITECTURES
+    )
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the decoder's parameters at the top and a complete `vision_config`.
+
+    Others stay as they are, and so do those that have been through here. Raises `CheckpointError`
+    for a part that is no object or of a kind that is not known.
+    """
+    if not has_vision_tower(config) or DECODER_ARCHITECTURE in config:
+        return dict(config)
+    architecture = config["architectures"][0]
+    text_kind, vision_kind = _DEFAULT_KINDS[architecture]
+    text, vision = _part(config, "text_config"), _part(config, "vision_config")
+    if not vision and architecture.startswith("Llava"):
+        vision = _LLAVA_TOWER
+    text_kind = str(text.get("model_type") or text_kind)
+    decoder, defaults = _known(text_kind, _TEXT_DEFAULTS, "text_config")
+    top = {key: value for key, value in config.items() if key != "text_config"}
+    said = {key: value for key, value in text.items() if value is not None or key not in top}
+    flat = {**defaults, **top, **said, "model_type": text_kind}
+    flat["architectures"] = list(config["architectures"])
+    flat[DECODER_ARCHITECTURE] = decoder
+    flat["tie_word_embeddings"] = any(part.get("tie_word_embeddings") for part in (config, text))
+    vision_kind = str(vision.get("model_type") or vision_kind)
+    tower_defaults = _known(vision_kind, _VISION_DEFAULTS, "vision_config")
+    flat["vision_config"] = {**tower_defaults, **vision, "model_type": vision_kind}
+    if "image_token_index" in config:
+        flat.setdefault("image_token_id", config["image_token_index"])
+    return flat
+
+
+def canonical_name(name: str) -> str:
+    """The name of a tensor as this file has it; such a name stays as it is."""
+    for old, new in _RENAMED:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    part = config.get(key) or {}
+    if not isinstance(part, Mapping):
+        raise CheckpointError(f"config.json: {key} is {part!r:.80}, but must be an object.")
+    return part
+
+
+def _known(kind: str, table: Mapping[str, Any], key: str) -> Any:
+    if kind not in table:
+        raise CheckpointError(
+            f"config.json: {key} has model_type={kind!r:.80}, which is not supported beside a"
+            f" vision tower; these are: {', '.join(table)}."
+        )
+    return table[kind]

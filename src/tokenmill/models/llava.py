@@ -1,0 +1,89 @@
+"""LLaVA: hidden states of a CLIP or SigLIP, projected to what a decoder reads.
+
+image -> tower -> states behind some layers -> ( all but the first ) -> linear -> GELU -> linear
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tokenmill.config.parameters import positive_int
+from tokenmill.errors import ConfigError, shown
+from tokenmill.models.vision.blocks import TowerMLP, TowerParts
+from tokenmill.models.vision.clip import VisionTransformer
+from tokenmill.models.vision_language import VisionLanguageModel
+
+TOWERS = ("clip_vision_model", "siglip_vision_model")
+
+
+class LlavaForConditionalGeneration(VisionLanguageModel):
+    """A LLaVA 1.5, or one of its relatives with another tower or decoder."""
+
+    def add_tower(self, hf_config: Mapping[str, Any], parts: TowerParts) -> None:
+        vision = hf_config["vision_config"]
+        if vision["model_type"] not in TOWERS:
+            raise ConfigError(
+                f"config.json: vision_config has model_type={shown(vision['model_type'])}, which"
+                f" LLaVA is not supported with; these are: {', '.join(TOWERS)}."
+            )
+        layers = kept_layers(hf_config, positive_int(vision, "num_hidden_layers"))
+        self.vision_tower = VisionTransformer(vision, parts, kept_layers=layers)
+        hidden_size = positive_int(hf_config, "hidden_size")
+        features = len(layers) * positive_int(vision, "hidden_size")
+        self.multi_modal_projector = TowerMLP(
+            parts,
+            (features, hidden_size, hidden_size),
+            {"projector_hidden_act": "gelu", **hf_config},
+            names=("linear_1", "linear_2"),
+            activation_key="projector_hidden_act",
+            bias=hf_config.get("multimodal_projector_bias", True),
+        )
+        self.drops_first = drops_first(hf_config)
+        self.dtype = parts.dtype
+
+    def embed_image(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Of `pixel_values`, float32 [channels, height, width], of the tower's size."""
+        states = self.vision_tower(inputs["pixel_values"])[int(self.drops_first) :]
+        return self.multi_modal_projector(states.to(self.dtype))  # type: ignore[no-any-return]
+
+    @property
+    def unused_prefixes(self) -> tuple[str, ...]:
+        return self.vision_tower.unused_prefixes("vision_tower")
+
+
+def kept_layers(hf_config: Mapping[str, Any], num_layers: int) -> list[int]:
+    """Which hidden states are taken: 0 are those in front of the first layer.
+
+    Raises `ConfigError` for some that there are not.
+    """
+    given = hf_config.get("vision_feature_layer", -2)
+    listed = given if isinstance(given, list) else [given]
+    layers = [
+        index + num_layers + 1 if isinstance(index, int) and index < 0 else index
+        for index in listed
+    ]
+    if not layers or not all(
+        isinstance(index, int) and 0 <= index <= num_layers for index in layers
+    ):
+        raise ConfigError(
+            f"config.json: vision_feature_layer={shown(given)} must be one or several of the"
+            f" tower's {num_layers + 1} hidden states, from {-num_layers - 1} to {num_layers}."
+        )
+    return layers
+
+
+def drops_first(hf_config: Mapping[str, Any]) -> bool:
+    """Whether the first of the tower's states, the class token of a CLIP, is left out.
+
+    Raises `ConfigError` for another strategy than `default` and `full`.
+    """
+    strategy = hf_config.get("vision_feature_select_strategy") or "default"
+    if strategy not in ("default", "full"):
+        raise ConfigError(
+            f"config.json: vision_feature_select_strategy={shown(strategy)} is not supported;"
+            f" 'default' and 'full' are."
+        )
+    return bool(strategy == "default")

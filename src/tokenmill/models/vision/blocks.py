@@ -1,0 +1,138 @@
+"""What towers are made of: attention among all patches of an image, and blocks of two matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tokenmill.errors import ConfigError
+from tokenmill.kernels.rotary import apply_rotary
+from tokenmill.layers.activations import read_activation
+from tokenmill.layers.kernels import LayerKernels, tower_kernels
+from tokenmill.layers.linear import Linear
+from tokenmill.layers.linear_method import Activations
+from tokenmill.layers.norm import LayerNorm
+from tokenmill.models.config import GATES
+
+
+@dataclass(frozen=True, slots=True)
+class TowerParts:
+    """Makes the parts of a tower in one arithmetic."""
+
+    dtype: torch.dtype
+    kernels: LayerKernels
+
+    @classmethod
+    def beside(cls, kernels: LayerKernels, dtype: torch.dtype) -> TowerParts:
+        """Those for a decoder on `kernels`."""
+        return cls(dtype, tower_kernels(kernels, dtype))
+
+    def linear(
+        self, in_features: int, out_features: int | Mapping[str, int], *, bias: bool = True
+    ) -> Linear:
+        return Linear(in_features, out_features, bias=bias, dtype=self.dtype, kernels=self.kernels)
+
+    def layer_norm(self, size: int, eps: float) -> LayerNorm:
+        return LayerNorm(size, eps, dtype=self.dtype, kernels=self.kernels)
+
+
+class PatchAttention(nn.Module):
+    """Attention in both directions among the patches of an image.
+
+    Queries, keys and values are one projection of three parts, or with `is_fused`, the checkpoint's
+    matrix `qkv`.
+    """
+
+    def __init__(
+        self,
+        parts: TowerParts,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        out_name: str = "out_proj",
+        is_fused: bool = False,
+    ) -> None:
+        """`out_name` is what the checkpoint calls the projection at the end."""
+        super().__init__()
+        if hidden_size % num_heads:
+            raise ConfigError(
+                f"config.json: vision_config has {num_heads} heads, which do not divide its"
+                f" hidden_size, {hidden_size}."
+            )
+        self.num_heads = num_heads
+        names = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden_size)
+        self.qkv = parts.linear(hidden_size, 3 * hidden_size if is_fused else names)
+        self.out_name = out_name
+        self.add_module(out_name, parts.linear(hidden_size, hidden_size))
+
+    def forward(
+        self,
+        x: Activations,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Map x [N, hidden_size] to the same shape.
+
+        `rotation` is cos and sin, float32 [N, head_size / 2], of a position in the image. Patches
+        see those of their own run only, of `lengths` that add up to N; by default all.
+        """
+        qkv = self.qkv(x)
+        heads = qkv.view(len(qkv), 3, self.num_heads, -1)
+        query, key, value = heads.unbind(1)
+        if rotation is not None:
+            query, key = apply_rotary(query, *rotation), apply_rotary(key, *rotation)
+        ends = list(accumulate(lengths or [len(qkv)]))
+        attended = [
+            _attend(query[start:end], key[start:end], value[start:end])
+            for start, end in pairwise([0, *ends])
+        ]
+        out: torch.Tensor = self.get_submodule(self.out_name)(torch.cat(attended).flatten(-2))
+        return out
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """All of [n, num_heads, head_size] to all; the same shape."""
+    query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    attended = functional.scaled_dot_product_attention(query, key, value)
+    return attended.squeeze(0).transpose(0, 1)
+
+
+class TowerMLP(nn.Module):
+    """A block of two matrices with an activation between them."""
+
+    def __init__(
+        self,
+        parts: TowerParts,
+        sizes: tuple[int, int, int],
+        config: Mapping[str, Any],
+        *,
+        names: tuple[str, str] = ("fc1", "fc2"),
+        activation_key: str = "hidden_act",
+        bias: bool = True,
+    ) -> None:
+        """`sizes` are those of input, middle and output; `names` are the matrices'."""
+        super().__init__()
+        self.kernels = parts.kernels
+        self.names = names
+        self.gate = GATES.get(str(config.get(activation_key)))
+        self.activation = read_activation(config, activation_key)
+        self.add_module(names[0], parts.linear(sizes[0], sizes[1], bias=bias))
+        self.add_module(names[1], parts.linear(sizes[1], sizes[2], bias=bias))
+
+    def forward(self, x: Activations) -> torch.Tensor:
+        """Map [N, first size] to [N, last size]."""
+        first, second = (self.get_submodule(name) for name in self.names)
+        assert isinstance(first, Linear)
+        assert isinstance(second, Linear)
+        wide: torch.Tensor = first(x)
+        if self.gate is None:
+            return second(self.activation(wide))  # type: ignore[no-any-return]
+        activated = second.empty_input(len(wide))  # there is a kernel for it
+        self.kernels.activation(wide, self.gate, activated)
+        return second(activated)  # type: ignore[no-any-return]
