@@ -171,6 +171,8 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
     lora_request: LoRARequest | None = None
     """The adapter that it runs with."""
+    data_parallel_rank: int = 0
+    """The replica that computes it (`data_parallel_size`)."""
     pooled: Any = None
     """float32 [size], or [num_prompt_tokens, size]: the result of a pooling request, as an array of
     numpy; there are no tokens then."""

@@ -209,6 +209,15 @@ def starts_once(args: EngineArgs, config: EngineConfig, on_progress: Progress) -
         return fake_core(args, config, on_progress)
 
 
+def starts_twice(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
+    """A core that dies before it is ready, from the third time on that one is built."""
+    with open(os.environ[MARKER], "ab") as marker:
+        marker.write(b".")
+        if marker.tell() > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return fake_core(args, config, on_progress)
+
+
 def talkative(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
     """A core that logs while it is built, also from another thread."""
     logger = logging.getLogger("tokenmill.test")

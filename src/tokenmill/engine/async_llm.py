@@ -1,14 +1,14 @@
-"""The engine as a server uses it: requests in, streams out, whatever becomes of the core."""
+"""The engine as a server uses it: requests in, streams out, whatever becomes of its cores."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tokenmill.contracts.request import AdapterRef
 from tokenmill.engine import build
@@ -17,11 +17,13 @@ from tokenmill.engine.core_client import DEFAULT_FACTORY
 from tokenmill.engine.daemon_thread import in_daemon_thread
 from tokenmill.engine.engine_stats import EngineStats
 from tokenmill.engine.input_processor import ProcessedInput, RequestParams
-from tokenmill.engine.prompts import Prompt
+from tokenmill.engine.prompts import Prompt, is_long, with_salt
 from tokenmill.engine.queue_limit import QueueLimit
+from tokenmill.engine.replica import Replica
+from tokenmill.engine.replicas import Replicas
 from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.engine.served_requests import ServedRequest, ServedRequests
-from tokenmill.engine.supervisor import CoreSupervisor
+from tokenmill.engine.supervisor import CoreSupervisor, make_supervisors
 from tokenmill.errors import (
     EngineDeadError,
     EngineDrainingError,
@@ -41,10 +43,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LONG_TEXT = 4096
-"""Characters from which on a text is tokenized in another thread."""
-_LONG_PROMPT = 16_384
-"""Ids from which on a prompt is checked in another thread."""
 _NUM_TOKENIZING_THREADS = 2
 _ABORTED = "The request was aborted."
 _POOLS_IN_QUEUE = 8
@@ -60,7 +58,8 @@ class _Arrival:
 
 
 class AsyncLLM:
-    """Takes requests, gives streams; the core computes in a process of its own.
+    """Takes requests, gives streams; a core in a process of its own computes, or several do
+    (`data_parallel_size`).
 
         llm = await AsyncLLM.start(EngineArgs(model="smollm2-135m"))
         async for output in llm.generate("Once", SamplingParams(), request_id="0", delta=True):
@@ -73,22 +72,27 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, front_end: FrontEnd, supervisor: CoreSupervisor, options: ServeOptions
+        self, front_end: FrontEnd, supervisors: Sequence[CoreSupervisor], options: ServeOptions
     ) -> None:
         """Use `start`."""
         self.config: EngineConfig = front_end.config
         self.tokenizer: Tokenizer | None = front_end.tokenizer
         self.default_params: SamplingParams = front_end.default_params
         self._input_processor = front_end.input_processor
-        self._supervisor = supervisor
+        max_num_seqs = self.config.scheduler.max_num_seqs
+        replicas = [Replica(rank, each, max_num_seqs) for rank, each in enumerate(supervisors)]
+        self._replicas = Replicas(replicas, self.config.cache)
         self._requests = ServedRequests(
-            front_end.output_processor, supervisor, on_end=self._request_ended, on_death=self._died
+            front_end.output_processor,
+            self._replicas,
+            on_end=self._request_ended,
+            on_death=self._died,
         )
+        num_slots = len(replicas) * self.config.cache.num_blocks * self.config.cache.block_size
         self._queue = QueueLimit(
-            max_running=self.config.scheduler.max_num_seqs,
+            max_running=len(replicas) * max_num_seqs,
             max_queue=options.max_queue,
-            max_tokens=options.max_queue_tokens
-            or _POOLS_IN_QUEUE * self.config.cache.num_blocks * self.config.cache.block_size,
+            max_tokens=options.max_queue_tokens or _POOLS_IN_QUEUE * num_slots,
         )
         self._keys = itertools.count()
         self.adapters = AdapterRegistry(is_enabled=self.config.lora is not None)
@@ -113,7 +117,7 @@ class AsyncLLM:
         on_progress: Progress | None = None,
         core_factory: str = DEFAULT_FACTORY,
     ) -> AsyncLLM:
-        """Find the model, start the core's process, and wait until it takes requests.
+        """Find the model, start the cores' processes, and wait until all take requests.
 
         `on_progress(stage, done, total)` is called with bytes, from any thread. `core_factory` is
         `module:function` of what builds the core in its process, as `build.build_core` does.
@@ -125,16 +129,17 @@ class AsyncLLM:
         progress = on_progress or _silent
         checkpoint = await in_daemon_thread(build.open_model, args, progress, without_torch=True)
         config = await in_daemon_thread(build.settle_config, args, checkpoint)
-        supervisor = CoreSupervisor(
+        supervisors = make_supervisors(
             args, config, options, on_progress=progress, factory=core_factory
         )
         try:
-            supervisor.spawn()
+            for supervisor in supervisors:
+                supervisor.spawn()
             front_end = await in_daemon_thread(_build_front_end, args, checkpoint, config)
-            llm = cls(front_end, supervisor, options)
-            await supervisor.start(llm._requests)
+            llm = cls(front_end, supervisors, options)
+            await asyncio.gather(*(each.supervisor.start(each) for each in llm._replicas))
         except BaseException:
-            await supervisor.stop()
+            await asyncio.gather(*(supervisor.stop() for supervisor in supervisors))
             raise
         return llm
 
@@ -152,6 +157,7 @@ class AsyncLLM:
         stream: bool = True,
         delta: bool = False,
         adapter: AdapterRef | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one prompt; the last one has `finished`.
 
@@ -160,7 +166,8 @@ class AsyncLLM:
         Whoever is slow gets several steps' news as one item. Without `stream` there is one item.
         `params.output_kind` is not looked at. With `PoolingParams`, for a model that pools, one
         item comes, whose `pooled` is the result. `request_id` need not be unique. `deadline` is in
-        seconds from now.
+        seconds from now. `data_parallel_rank` is the replica that is to compute it; without one the
+        engine chooses by the prompt's prefix and by load, and if that one dies another may go on.
 
         Leaving the iterator, however it is left, ends the request at once.
 
@@ -173,13 +180,14 @@ class AsyncLLM:
         """
         expires = None if deadline is None else asyncio.get_running_loop().time() + deadline
         params = _with_output_kind(params, stream=stream, delta=delta)
+        self._replicas.check_rank(data_parallel_rank)
         arrival = _Arrival(request_id)
         self._arriving.add(arrival)
         try:
-            source = await self._admit(_with_salt(prompt, cache_salt), params, priority, adapter)
+            source = await self._admit(with_salt(prompt, cache_salt), params, priority, adapter)
         finally:
             self._arriving.discard(arrival)
-        request = self._requests.add(source, request_id, expires=expires)
+        request = self._requests.add(source, request_id, expires=expires, rank=data_parallel_rank)
         if arrival.is_aborted:
             self._requests.abort(request, _ABORTED)
         try:
@@ -213,34 +221,29 @@ class AsyncLLM:
         def encode() -> list[int]:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-        return await self._run(encode, elsewhere=len(text) > _LONG_TEXT)
+        return await self._run(encode, elsewhere=is_long(text))
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False if requests are running, then nothing changes.
+        """Have all cores forget all cached prefixes; False if requests are running, then nothing
+        changes.
 
-        Raises `EngineDeadError` if the core dies over it, or is dead.
+        Raises `EngineDeadError` if a core dies over it, or all are dead.
         """
         if self._death is not None:
             raise self._death
-        client = self._supervisor.client
-        if client is None or not self._supervisor.is_serving:
-            return True  # the next core starts with an empty cache
-        done = client.reset_prefix_cache()
-        self._supervisor.after_send()
-        return await asyncio.wrap_future(done)
+        if len(self._replicas) > 1 and self._requests.num_unfinished:
+            return False  # before any of them does it
+        return await self._replicas.reset_prefix_caches()
 
     async def load_adapter(self, request: LoRARequest) -> KnownAdapter:
         """Have an adapter read and checked; its name means it from then on. Raises `AdapterError`,
         and `EngineDeadError` while there is no core to ask.
+
+        Every core reads it; one that is being started again does so when it is needed.
         """
         loading = await self._run(lambda: self.adapters.begin(request), elsewhere=True)
         if loading.known is None:
-            client = self._supervisor.client
-            if client is None or not self._supervisor.is_serving:
-                raise EngineDeadError("The engine core is being started again; try again soon.")
-            reading = client.load_adapter(loading.path)
-            self._supervisor.after_send()
-            self.adapters.finish(loading, await asyncio.wrap_future(reading))
+            self.adapters.finish(loading, await self._replicas.read_adapter(loading.path))
         return self.adapters.get(request.name)
 
     # ---- the engine as a whole --------------------------------------------------------------
@@ -256,9 +259,14 @@ class AsyncLLM:
 
     @property
     def core_pid(self) -> int | None:
-        """The core's process; None while there is none."""
-        client = self._supervisor.client
-        return None if client is None else client.pid
+        """The first core's process; None while there is none."""
+        return self.core_pids[0]
+
+    @property
+    def core_pids(self) -> list[int | None]:
+        """Each core's process; None while there is none."""
+        clients = [replica.supervisor.client for replica in self._replicas]
+        return [None if client is None else client.pid for client in clients]
 
     @property
     def is_ready(self) -> bool:
@@ -267,8 +275,8 @@ class AsyncLLM:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the core lives, shows it, and gets on."""
-        return self._supervisor.is_healthy
+        """Whether a core lives, shows it, and gets on."""
+        return any(replica.supervisor.is_healthy for replica in self._replicas)
 
     def on_death(self, callback: Callable[[], None]) -> None:
         """Call back, in the event loop, once the core has failed too often to be started again."""
@@ -289,7 +297,7 @@ class AsyncLLM:
         """Abort what still runs and end the core; may be called twice."""
         self._refuse(EngineDeadError("The engine was shut down."))
         self._requests.abort_all("The server was shut down.")
-        await self._supervisor.stop()
+        await asyncio.gather(*(replica.supervisor.stop() for replica in self._replicas))
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     # ---- inside -----------------------------------------------------------------------------
@@ -303,7 +311,7 @@ class AsyncLLM:
         try:
             self._queue.enter(num_sequences)
         except QueueFullError:
-            self._requests.stats.num_refused += 1
+            self._requests.num_refused += 1
             raise
         self._idle.clear()
         try:
@@ -311,7 +319,7 @@ class AsyncLLM:
             self._check_open()
             self._queue.enter_tokens(len(source.prompt_token_ids) * num_sequences)
         except BaseException as error:
-            self._requests.stats.num_refused += isinstance(error, QueueFullError)
+            self._requests.num_refused += isinstance(error, QueueFullError)
             self._leave_queue(num_sequences, 0)
             raise
         return source
@@ -326,7 +334,7 @@ class AsyncLLM:
                 key, prompt, params, priority=priority, adapter=adapter
             )
 
-        return await self._run(process, elsewhere=_is_long(prompt))
+        return await self._run(process, elsewhere=is_long(prompt))
 
     async def _run(self, call: Callable[[], T], *, elsewhere: bool) -> T:
         """What `call` returns; `elsewhere` keeps it from holding up the event loop."""
@@ -373,26 +381,6 @@ def _with_output_kind(params: RequestParams, *, stream: bool, delta: bool) -> Re
     if stream:
         kind = RequestOutputKind.DELTA if delta else RequestOutputKind.CUMULATIVE
     return params if params.output_kind is kind else params.replace(output_kind=kind)
-
-
-def _with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
-    if cache_salt is None:
-        return prompt
-    if isinstance(prompt, str):
-        return {"prompt": prompt, "cache_salt": cache_salt}
-    if isinstance(prompt, Mapping):
-        return {**prompt, "cache_salt": cache_salt}  # type: ignore[return-value,misc,unused-ignore]
-    return {"prompt_token_ids": prompt, "cache_salt": cache_salt}
-
-
-def _is_long(prompt: Any) -> bool:
-    """Whether processing this prompt, whatever its form, would hold up an event loop."""
-    if isinstance(prompt, Mapping):
-        ids = prompt.get("prompt_token_ids")
-        return _is_long(prompt.get("prompt") if ids is None else ids)
-    if isinstance(prompt, str):
-        return len(prompt) > _LONG_TEXT
-    return isinstance(prompt, list | tuple) and len(prompt) > _LONG_PROMPT
 
 
 def _silent(stage: str, done: int, total: int) -> None:

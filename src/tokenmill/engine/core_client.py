@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.engine import wire
+from tokenmill.engine.placement import ANYWHERE, Placement
 from tokenmill.engine.status_page import StatusPage
 from tokenmill.errors import EngineDeadError
 
@@ -44,7 +45,12 @@ class ProcessClient:
     """
 
     def __init__(
-        self, args: EngineArgs, config: EngineConfig, *, factory: str = DEFAULT_FACTORY
+        self,
+        args: EngineArgs,
+        config: EngineConfig,
+        *,
+        factory: str = DEFAULT_FACTORY,
+        placement: Placement = ANYWHERE,
     ) -> None:
         """Start the process; it builds its core meanwhile, and then sends `Ready`."""
         self.page = StatusPage.create(
@@ -61,14 +67,14 @@ class ProcessClient:
         # We connect and the core binds: the side that connects keeps what it sends until the other
         # is there, and is not held up when the other has gone.
         self._socket.connect(address)
-        self._process = _spawn(address, self.page.fd)
+        self._process = _spawn(address, self.page.fd, placement.environment)
         self._resets: deque[Future[bool]] = deque()
         self._loading: dict[int, Future[AdapterInfo]] = {}
         """Adapters that the core reads, by the numbers of our questions."""
         self._numbers = itertools.count()
         self._closed = False
         level = logging.getLogger("tokenmill").getEffectiveLevel()
-        self.send(wire.Setup(factory, args, config, level))
+        self.send(wire.Setup(factory, args, config, level, list(placement.cpus)))
         self.exit_fd = _open_pidfd(self._process.pid)
         """Becomes readable when the process has ended; None where the system has no such thing."""
 
@@ -242,14 +248,18 @@ def _private_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="tokenmill-", dir=parent))
 
 
-def _spawn(address: str, page_fd: int) -> subprocess.Popen[bytes]:
+def _spawn(address: str, page_fd: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the interpreter that this one is, with the same modules in reach."""
     command = [sys.executable, "-P", "-m", "tokenmill.engine.core_process"]
     return subprocess.Popen(
         [*command, address, str(page_fd), str(os.getpid())],
         stdin=subprocess.PIPE,  # its end tells the core that we are gone
         pass_fds=(page_fd,),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            **environment,
+        },
     )
 
 

@@ -214,6 +214,8 @@ def serve(channel: Channel, page: StatusPage) -> int:
     """Build the core and run its loop; the process's exit status."""
     setup = channel.receive(None)
     assert isinstance(setup, wire.Setup), "the setup comes first"
+    if setup.cpus:  # before there are threads that compute
+        os.sched_setaffinity(0, setup.cpus)
     package_logger = logging.getLogger("tokenmill")
     package_logger.setLevel(setup.log_level)
     package_logger.addHandler(_LogSender(channel))

@@ -44,6 +44,24 @@ class EngineStats(SchedulerStats, array_like=True, omit_defaults=True):
     """Names of adapters that have brought tokens for an unfinished request."""
     waiting_adapters: list[str] = []
     """Names of adapters with unfinished requests, none of which has a token yet."""
+    replicas: list[EngineStats] = []
+    """Each core in numbers, where there are several; the others are then their sums."""
+
+
+_SUMMED = (
+    *SchedulerStats.__struct_fields__,
+    "num_unfinished", "num_restarts", "num_aborted", "num_output_tokens",
+)  # fmt: skip
+
+
+def total(parts: list[EngineStats]) -> EngineStats:
+    """Several cores as one."""
+    if len(parts) == 1:
+        return parts[0]
+    sums = {name: getattr(parts[0], name) for name in _SUMMED}
+    for part in parts[1:]:
+        sums = {name: _sum(sums[name], getattr(part, name)) for name in _SUMMED}
+    return EngineStats(**sums, replicas=parts)
 
 
 class StatsKeeper:
@@ -53,9 +71,13 @@ class StatsKeeper:
         self._latest = SchedulerStats()
         self._before = SchedulerStats()
         self.num_restarts = 0
-        self.num_refused = 0
         self.num_aborted = 0
         self.num_output_tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that waited in the core when it sent its latest message."""
+        return self._latest.num_waiting
 
     def update(self, stats: SchedulerStats) -> None:
         """Take the core's latest."""
@@ -75,7 +97,6 @@ class StatsKeeper:
             **latest,
             num_unfinished=num_unfinished,
             num_restarts=self.num_restarts,
-            num_refused=self.num_refused,
             num_aborted=self.num_aborted,
             num_output_tokens=self.num_output_tokens,
         )

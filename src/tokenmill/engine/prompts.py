@@ -27,6 +27,10 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 
+_LONG_TEXT = 4096
+"""Characters from which on a text tokenizing would hold up an event loop."""
+_LONG_PROMPT = 16_384
+"""Ids from which on checking does."""
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -87,6 +91,27 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
             parameter="cache_salt",
         )
     return ParsedPrompt(text, None if token_ids is None else list(token_ids), salt)
+
+
+def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    """The prompt with this salt, if there is one."""
+    if cache_salt is None:
+        return prompt
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "cache_salt": cache_salt}
+    if isinstance(prompt, Mapping):
+        return {**prompt, "cache_salt": cache_salt}  # type: ignore[return-value,misc,unused-ignore]
+    return {"prompt_token_ids": prompt, "cache_salt": cache_salt}
+
+
+def is_long(prompt: Any) -> bool:
+    """Whether processing this prompt, whatever its form, would hold up an event loop."""
+    if isinstance(prompt, Mapping):
+        ids = prompt.get("prompt_token_ids")
+        return is_long(prompt.get("prompt") if ids is None else ids)
+    if isinstance(prompt, str):
+        return len(prompt) > _LONG_TEXT
+    return isinstance(prompt, list | tuple) and len(prompt) > _LONG_PROMPT
 
 
 def _is_salt(salt: object) -> bool:

@@ -48,8 +48,8 @@ class RestartPolicy:
 
 
 @dataclass(slots=True)
-class _Entry:
-    """An unfinished request."""
+class Entry:
+    """An unfinished request, and what it has been through."""
 
     request: EngineCoreRequest
     submission: str | None = None
@@ -78,7 +78,7 @@ class Roster:
     """Every unfinished request, and whether it is in the core."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._request_ids: dict[str, str] = {}
         """By submission id."""
         self._held_back: dict[str, None] = {}
@@ -103,7 +103,7 @@ class Roster:
 
     def add(self, request: EngineCoreRequest) -> None:
         """A new request; `take_due` says when it enters the core."""
-        self._entries[request.request_id] = _Entry(request)
+        self._entries[request.request_id] = Entry(request)
         self._held_back[request.request_id] = None
 
     def remove(self, request_id: str) -> str | None:
@@ -113,6 +113,30 @@ class Roster:
         if request_id == self._on_trial:
             self._on_trial = None
         return self._withdraw(entry)
+
+    @property
+    def held_back(self) -> list[str]:
+        """Requests that are not in the core."""
+        return list(self._held_back)
+
+    @property
+    def innocents(self) -> list[str]:
+        """Requests that are not in the core, and were not in a step that failed."""
+        return [each for each in self._held_back if each not in self._suspects]
+
+    def take_out(self, request_ids: Iterable[str]) -> list[Entry]:
+        """Requests that are not in the core leave for another roster, with their past."""
+        entries = []
+        for request_id in request_ids:
+            del self._held_back[request_id]
+            entries.append(self._entries.pop(request_id))
+        return entries
+
+    def put_in(self, entry: Entry) -> None:
+        """A request comes from another roster."""
+        assert entry.submission is None, "it is in a core"
+        self._entries[entry.request.request_id] = entry
+        self._held_back[entry.request.request_id] = None
 
     def request_id(self, submission_id: str) -> str | None:
         """Whose submission it is; None if it is over."""
@@ -185,14 +209,14 @@ class Roster:
         self._request_ids[entry.submission] = request_id
         return Submission(entry.request, entry.submission)
 
-    def _withdraw(self, entry: _Entry) -> str | None:
+    def _withdraw(self, entry: Entry) -> str | None:
         submission, entry.submission = entry.submission, None
         if submission is not None:
             del self._request_ids[submission]
         return submission
 
     @staticmethod
-    def _trial_length(entry: _Entry) -> int:
+    def _trial_length(entry: Entry) -> int:
         length = _FIRST_TRIAL_TOKENS
         for _ in range(1, entry.num_suspected):
             length *= _LONGER_TRIAL

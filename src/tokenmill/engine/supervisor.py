@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from tokenmill.contracts.request import EngineCoreOutputs
 from tokenmill.engine import wire
 from tokenmill.engine.core_client import DEFAULT_FACTORY, ProcessClient
+from tokenmill.engine.placement import ANYWHERE, Placement, placements
 from tokenmill.engine.recovery import RestartPolicy
 from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.errors import EngineDeadError, TokenmillError
@@ -77,12 +78,14 @@ class CoreSupervisor:
         *,
         on_progress: Progress,
         factory: str = DEFAULT_FACTORY,
+        placement: Placement = ANYWHERE,
     ) -> None:
         self._args = args
         self._config = config
         self._options = options
         self._on_progress = on_progress
         self._factory = factory
+        self._placement = placement
         self._policy = RestartPolicy(options)
         self._interval = min(_WATCH_INTERVAL, options.heartbeat_timeout / 4)
         self._listener: CoreListener
@@ -98,6 +101,11 @@ class CoreSupervisor:
         return self.state is CoreState.SERVING
 
     @property
+    def has_given_up(self) -> bool:
+        """Whether there is no core, and will be none."""
+        return self.state is CoreState.STOPPED
+
+    @property
     def is_healthy(self) -> bool:
         """Whether there is a core, and it shows that it lives."""
         client = self.client
@@ -109,7 +117,9 @@ class CoreSupervisor:
 
     def spawn(self) -> None:
         """Start a process, which builds its core while nobody listens yet."""
-        self.client = ProcessClient(self._args, self._config, factory=self._factory)
+        self.client = ProcessClient(
+            self._args, self._config, factory=self._factory, placement=self._placement
+        )
 
     async def start(self, listener: CoreListener) -> None:
         """Listen to the process that `spawn` has started, and wait until its core is ready.
@@ -266,6 +276,35 @@ class CoreSupervisor:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def make_supervisors(
+    args: EngineArgs,
+    config: EngineConfig,
+    options: ServeOptions,
+    *,
+    on_progress: Progress,
+    factory: str = DEFAULT_FACTORY,
+) -> list[CoreSupervisor]:
+    """One for each replica. All load the same: the first one's progress is told.
+
+    Raises `ConfigError` if there is no place for so many.
+    """
+
+    def silent(stage: str, done: int, total: int) -> None:
+        pass
+
+    return [
+        CoreSupervisor(
+            args,
+            config,
+            options,
+            on_progress=silent if rank else on_progress,
+            factory=factory,
+            placement=placement,
+        )
+        for rank, placement in enumerate(placements(config))
+    ]
 
 
 class _Patience:

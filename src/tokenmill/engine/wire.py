@@ -33,6 +33,8 @@ class Setup(msgspec.Struct, array_like=True, tag=0):
     config: EngineConfig
     log_level: int
     """Of the front end's `tokenmill` logger: what is below is not sent."""
+    cpus: list[int] = []
+    """Processors that the core keeps to; empty is all of the front end's."""
 
 
 class AddRequests(msgspec.Struct, array_like=True, tag=1):

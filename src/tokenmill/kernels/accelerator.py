@@ -46,6 +46,24 @@ def find_accelerator() -> Accelerator | str:
     return parse_answer(answer.stdout)
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return answer.stdout.split()
+
+
 def parse_answer(text: str) -> Accelerator | str:
     """One line of nvidia-smi, such as `NVIDIA H200, 9.0, 143771, 143152`, in MiB."""
     fields = [field.strip() for field in text.strip().splitlines()[0].split(",")]
