@@ -151,6 +151,12 @@ class EngineArgs:
     over them (see docs/images.md)."""
     mm_processor_cache_gb: float = 1.0
     """GiB of processed images that are kept for prompts which bring them again; 0 keeps none."""
+    max_num_encoder_input_tokens: int | None = None
+    """Most embeddings that are made of images in one step; an image with more is encoded in a step
+    of its own. By default max_num_batched_tokens."""
+    encoder_cache_size: int | None = None
+    """Embeddings of images that are kept for requests which share them; images with more are
+    refused. By default as many as max_model_len, at most 16,384."""
     max_image_pixels: int = 33_554_432
     """Most pixels of an image; more are refused before they are decoded."""
     allowed_local_media_path: str | None = None

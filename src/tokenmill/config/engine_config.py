@@ -128,6 +128,16 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """What makes embeddings of images, counted in embeddings."""
+
+    max_num_encoder_input_tokens: int
+    """Most of one step, unless it encodes a single item."""
+    encoder_cache_size: int
+    """Most that are kept; larger items are refused."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryLedger:
     """Where the memory goes, in bytes, by arithmetic (`memory.py`)."""
 
@@ -148,12 +158,13 @@ class MemoryLedger:
     draft: int = 0
     """Of a model that drafts: weights and buffers; its K and V are in the pool's blocks. Or of the
     tables that drafts are looked up in."""
+    encoder_cache: int = 0
 
     @property
     def left(self) -> int:
         """Bytes that nobody has a claim on."""
         taken = self.weights + self.workspace + self.reserve + self.states + self.kv_pool
-        return self.available - taken - self.adapters - self.draft
+        return self.available - taken - self.adapters - self.draft - self.encoder_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +210,8 @@ class EngineConfig:
     lora: LoRAConfig | None = None
     """None takes no adapters."""
     multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
+    encoder: EncoderConfig | None = None
+    """None takes text only."""
     data_parallel_size: int = 1
     """Replicas; all other numbers are those of one."""
     reasons: tuple[Reason, ...] = ()

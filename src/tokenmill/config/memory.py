@@ -7,6 +7,7 @@ available now
   - states           of state-space layers, for the sequences that run and for prefix hits
   - adapters         room for those at work and those kept on the host
   - draft            the model that drafts, and buffers of its steps
+  - encoder cache    embeddings of images
   = left             the KV pool may take a share of this
 """
 
@@ -212,6 +213,8 @@ def render(ledger: MemoryLedger) -> str:
         rows.insert(-2, ("adapters", ledger.adapters, ""))
     if ledger.draft:
         rows.insert(-2, ("draft", ledger.draft, ""))
+    if ledger.encoder_cache:
+        rows.insert(-2, ("images", ledger.encoder_cache, ""))
     return "\n".join(f"  {name:<10}{format_bytes(size):>12}{more}" for name, size, more in rows)
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
+from tokenmill.config.choices import Choices
 from tokenmill.config.device import (
     DEFAULTS,
     DeviceDefaults,
@@ -23,6 +22,7 @@ from tokenmill.config.device import (
 )
 from tokenmill.config.draft_model import DraftFiles, beside_draft, resolve_draft, with_draft
 from tokenmill.config.dtypes import canonical_dtype
+from tokenmill.config.encoder import resolve_encoder, with_encoder
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import (
     LOGPROBS_MODES,
@@ -30,50 +30,31 @@ from tokenmill.config.engine_config import (
     EngineConfig,
     ModelConfig,
     PoolingConfig,
-    Reason,
     SamplingConfig,
-    SchedulerConfig,
 )
 from tokenmill.config.kv_cache_dtype import choose_kv_dtype
 from tokenmill.config.kv_layout import kv_layout
 from tokenmill.config.kv_pool import PoolSize, size_pool
 from tokenmill.config.lora import resolve_lora
 from tokenmill.config.machine import Machine
-from tokenmill.config.memory import StepShape, Weights, empty_ledger
+from tokenmill.config.memory import Weights, empty_ledger
 from tokenmill.config.multimodal import resolve_multimodal
 from tokenmill.config.parameters import ModelParameters, at_least, one_of, read_parameters
 from tokenmill.config.pooling import resolve_pooling
 from tokenmill.config.quantization import held_weights
+from tokenmill.config.scheduling import Sizing, scheduler_config, step_shape
 from tokenmill.config.speculation import SpeculativeConfig, max_drafts, resolve_speculation
 from tokenmill.config.structured_outputs import read_structured_outputs_config
-from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.errors import ConfigError
 from tokenmill.tokenizer.reasoning import check_reasoning_parser
-
-T = TypeVar("T", int, str)
 
 logger = logging.getLogger(__name__)
 
-POLICIES = ("fcfs", "priority")
 MAX_BLOCK_SIZE = 256
-STEP_SECONDS = 0.1
-"""A step should stay under this, so that a request which comes meanwhile does not wait for long.
-Steps in which requests decode have a limit of their own, `DeviceDefaults.shared_step_seconds`."""
-MIN_BUDGET = 64
 
 
 _BESIDE_ROPE_SCALING = {"rope_theta", "partial_rotary_factor"}
 """Settings of RoPE that are no scaling; older files have them beside `rope_scaling`."""
-
-
-@dataclass(slots=True)
-class _Choices:
-    """Collects the reasons while settings are resolved."""
-
-    reasons: list[Reason] = field(default_factory=list)
-
-    def choose(self, setting: str, value: T, why: str) -> T:
-        self.reasons.append(Reason(setting, str(value), why))
-        return value
 
 
 def resolve(
@@ -87,10 +68,11 @@ def resolve(
     implementation: str = "tokenmill",
     draft: DraftFiles | None = None,
 ) -> EngineConfig:
-    """Settle every setting; `config` and the tensors are those of the files at `path`, on the code
-    of `implementation`. Raises `ConfigError`, `MemoryBudgetError` where it does not fit `machine`.
+    """Settle every setting; `config` and the tensors are those of the files at `path`.
+
+    Raises `ConfigError`, and `MemoryBudgetError` where it does not fit `machine`.
     """
-    choices = _Choices()
+    choices = Choices()
     hf_config = apply_overrides(config, args.hf_overrides)
     pooling, parameters, speculation, args = _kind(args, hf_config, path, implementation)
     device = _device(args, machine, choices)
@@ -103,51 +85,47 @@ def resolve(
     kernels = choose_kernels(device, dtype, machine)
     weights = held_weights(tensor_shapes, tensor_formats, args.quantization, device, dtype, kernels)
     kv_dtype = _kv_dtype(args, weights, parameters, kernels, block_size, choices)
-    flops = flops_per_second(kernels, num_threads)
-    budget = _token_budget(args, weights, parameters, flops, defaults, choices)
-    step = _step(args, budget, max_model_len, speculation, defaults, choices)
+    sizing = Sizing(weights, parameters, flops_per_second(kernels, num_threads), defaults)
+    step = step_shape(args, sizing, max_model_len, max_drafts(speculation), choices)
     speculation = resolve_draft(speculation, draft, parameters, step, dtype=dtype, kernels=kernels)
     layout = kv_layout(hf_config, parameters, implementation, step, block_size, kv_dtype)
+    encoder = None if pooling else resolve_encoder(args, hf_config, implementation, step)
     ledger = empty_ledger(machine, weights, parameters, step, device, lora)
-    ledger = with_draft(ledger, speculation, step)
+    ledger = with_encoder(with_draft(ledger, speculation, step), encoder, parameters, dtype)
     layout = beside_draft(layout, speculation)
     pool = size_pool(args, step, layout, ledger, defaults.kv_cache_memory_fraction)
     max_model_len = _what_fits(max_model_len, pool, choices)
     return EngineConfig(
         model=_model(args, path, hf_config, parameters, dtype, max_model_len, pooling),
         cache=CacheConfig(block_size, pool.num_blocks, args.enable_prefix_caching, kv_dtype),
-        scheduler=_scheduler(args, step, max_model_len, defaults, weights, parameters, flops),
+        scheduler=scheduler_config(args, sizing, step, max_model_len),
         device=device,
         exact=choose_exact(args, device),
         quantization=weights.quantization,
-        attention_backend=args.attention_backend,
         kernels=kernels,
-        graphs=_graphs(args),
         num_threads=num_threads,
-        max_logprobs=at_least("max_logprobs", args.max_logprobs, -1),
-        sampling=_sampling(args),
-        seed=args.seed,
         ledger=pool.ledger,
-        reasoning_parser=check_reasoning_parser(args.reasoning_parser),
-        structured_outputs=read_structured_outputs_config(args.structured_outputs_config),
         speculation=speculation,
         lora=lora,
-        multimodal=resolve_multimodal(args),
-        data_parallel_size=at_least("data_parallel_size", args.data_parallel_size, 1),
+        encoder=encoder,
+        **_by_themselves(args),
         reasons=tuple(choices.reasons),
     )
 
 
-def _step(
-    args: EngineArgs,
-    budget: int,
-    max_model_len: int,
-    speculation: SpeculativeConfig | None,
-    defaults: DeviceDefaults,
-    choices: _Choices,
-) -> StepShape:
-    max_num_seqs = _max_num_seqs(args, budget, defaults, choices)
-    return StepShape(max_num_seqs, budget, max_model_len, max_drafts(speculation))
+def _by_themselves(args: EngineArgs) -> dict[str, Any]:
+    """Fields of `EngineConfig` that depend on nothing else."""
+    return {
+        "attention_backend": args.attention_backend,
+        "graphs": _graphs(args),
+        "max_logprobs": at_least("max_logprobs", args.max_logprobs, -1),
+        "sampling": _sampling(args),
+        "seed": args.seed,
+        "reasoning_parser": check_reasoning_parser(args.reasoning_parser),
+        "structured_outputs": read_structured_outputs_config(args.structured_outputs_config),
+        "multimodal": resolve_multimodal(args),
+        "data_parallel_size": at_least("data_parallel_size", args.data_parallel_size, 1),
+    }
 
 
 def _kind(
@@ -195,7 +173,7 @@ def _with_rope_overrides(merged: dict[str, Any], overrides: Mapping[str, Any]) -
     return {**merged, "rope_parameters": {key: rope[key] for key in rope if key in kept}}
 
 
-def _dtype(args: EngineArgs, device: str, choices: _Choices) -> str:
+def _dtype(args: EngineArgs, device: str, choices: Choices) -> str:
     if args.dtype != "auto":
         return canonical_dtype(args.dtype)
     place = "a CPU" if device == "cpu" else "a GPU"
@@ -210,13 +188,13 @@ def _kv_dtype(
     parameters: ModelParameters,
     kernels: str,
     block_size: int,
-    choices: _Choices,
+    choices: Choices,
 ) -> str:
     kv_dtype, why = choose_kv_dtype(args, weights, parameters, kernels, block_size)
     return kv_dtype if why is None else choices.choose("kv_cache_dtype", kv_dtype, why)
 
 
-def _block_size(args: EngineArgs, defaults: DeviceDefaults, choices: _Choices) -> int:
+def _block_size(args: EngineArgs, defaults: DeviceDefaults, choices: Choices) -> int:
     size = args.block_size
     if size is None:
         return choices.choose("block_size", defaults.block_size, "fits the tiles of the kernels")
@@ -230,7 +208,7 @@ def _block_size(args: EngineArgs, defaults: DeviceDefaults, choices: _Choices) -
     return size
 
 
-def _num_threads(args: EngineArgs, machine: Machine, choices: _Choices) -> int:
+def _num_threads(args: EngineArgs, machine: Machine, choices: Choices) -> int:
     if args.num_threads is None:
         return choices.choose(
             "num_threads", machine.num_cpus, "processors this process may use (affinity, quota)"
@@ -246,7 +224,7 @@ def _num_threads(args: EngineArgs, machine: Machine, choices: _Choices) -> int:
     return min(wanted, machine.num_cpus)
 
 
-def _max_model_len(args: EngineArgs, parameters: ModelParameters, choices: _Choices) -> int:
+def _max_model_len(args: EngineArgs, parameters: ModelParameters, choices: Choices) -> int:
     """The length asked for, at most the model's own; -1 and None start from that."""
     longest = parameters.max_context
     wanted = args.max_model_len
@@ -282,61 +260,10 @@ def _model(
     )
 
 
-def _what_fits(max_model_len: int, pool: PoolSize, choices: _Choices) -> int:
+def _what_fits(max_model_len: int, pool: PoolSize, choices: Choices) -> int:
     if pool.max_model_len == max_model_len:
         return max_model_len
     return choices.choose("max_model_len", pool.max_model_len, "what the KV cache holds")
-
-
-def _token_budget(
-    args: EngineArgs,
-    weights: Weights,
-    parameters: ModelParameters,
-    flops: float,
-    defaults: DeviceDefaults,
-    choices: _Choices,
-) -> int:
-    """Tokens of a step, for a machine that computes `flops` a second."""
-    if args.max_num_batched_tokens is not None:
-        budget = at_least("max_num_batched_tokens", args.max_num_batched_tokens, 1)
-        if args.max_num_seqs is not None and budget < args.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={budget} is less than max_num_seqs={args.max_num_seqs},"
-                f" but every running request needs a token of the step; raise it to"
-                f" {args.max_num_seqs}, or lower max_num_seqs to {budget}."
-            )
-    else:
-        fitting = int(STEP_SECONDS * flops / _ops_per_token(weights, parameters)) // 32 * 32
-        budget = max(
-            min(fitting, defaults.max_num_batched_tokens), MIN_BUDGET, args.max_num_seqs or 0
-        )
-        budget = choices.choose(
-            "max_num_batched_tokens", budget, f"a step takes about {STEP_SECONDS * 1e3:.0f} ms"
-        )
-    if not args.enable_chunked_prefill and budget < parameters.max_context:
-        length = args.max_model_len or parameters.max_context
-        if budget < length and args.max_num_batched_tokens is not None:
-            raise ConfigError(
-                f"max_num_batched_tokens={budget} is less than max_model_len={length}, which"
-                f" enable_chunked_prefill=False needs; raise it to {length}."
-            )
-        budget = max(budget, length)
-    return budget
-
-
-def _ops_per_token(weights: Weights, parameters: ModelParameters) -> int:
-    """Of the products in all layers."""
-    return 2 * max(weights.num_values - parameters.vocab_size * parameters.hidden_size, 1)
-
-
-def _max_num_seqs(
-    args: EngineArgs, budget: int, defaults: DeviceDefaults, choices: _Choices
-) -> int:
-    if args.max_num_seqs is not None:
-        return at_least("max_num_seqs", args.max_num_seqs, 1)
-    return choices.choose(
-        "max_num_seqs", min(defaults.max_num_seqs, budget), "each takes a token of a step"
-    )
 
 
 def _graphs(args: EngineArgs) -> str:
@@ -347,49 +274,6 @@ def _graphs(args: EngineArgs) -> str:
     return "check" if args.check_graphs else "replay"
 
 
-def _device(args: EngineArgs, machine: Machine, choices: _Choices) -> str:
+def _device(args: EngineArgs, machine: Machine, choices: Choices) -> str:
     device, why = choose_device(args, machine)
     return device if why is None else choices.choose("device", device, why)
-
-
-def _scheduler(
-    args: EngineArgs,
-    step: StepShape,
-    max_model_len: int,
-    defaults: DeviceDefaults,
-    weights: Weights,
-    parameters: ModelParameters,
-    flops: float,
-) -> SchedulerConfig:
-    ahead = args.async_scheduling
-    if ahead is None:
-        ahead = defaults.async_scheduling
-    if args.scheduling_policy not in POLICIES:
-        raise ConfigError(
-            f"scheduling_policy={args.scheduling_policy!r} is not one of: {', '.join(POLICIES)}."
-            f"{did_you_mean(args.scheduling_policy, POLICIES)}"
-        )
-    threshold = args.long_prefill_token_threshold
-    if not 0 <= threshold <= max_model_len:
-        raise ConfigError(
-            f"long_prefill_token_threshold={threshold} must lie between 0 (off) and"
-            f" max_model_len, {max_model_len}."
-        )
-    attention_cost, shared_tokens = 0.0, 0
-    if args.enable_chunked_prefill:
-        ops_per_token = _ops_per_token(weights, parameters)
-        ops_per_key = 4 * parameters.num_heads * parameters.head_size
-        attention_cost = defaults.attention_slowness * ops_per_key / ops_per_token
-        if args.max_num_batched_tokens is None:  # else somebody has said what a step takes
-            shared_tokens = math.ceil(defaults.shared_step_seconds * flops / ops_per_token)
-    return SchedulerConfig(
-        max_num_seqs=step.max_num_seqs,
-        max_num_batched_tokens=step.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        long_prefill_token_threshold=threshold,
-        enable_chunked_prefill=args.enable_chunked_prefill,
-        policy=args.scheduling_policy,
-        max_steps_in_flight=2 if ahead else 1,
-        attention_cost=attention_cost,
-        shared_tokens=shared_tokens,
-    )

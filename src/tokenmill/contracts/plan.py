@@ -95,6 +95,16 @@ class CachedRequestData(msgspec.Struct):
     that the row has. At most one entry a row."""
 
 
+class EncoderWork(msgspec.Struct):
+    """What a step does beside its tokens with images and the like (`core/encoder.py`)."""
+
+    items: list[tuple[int, int]]
+    """To encode: row, and place among the features of its request. One for each content that is not
+    kept yet; the step's other requests may need it as well."""
+    freed_hashes: list[str]
+    """Contents whose embeddings are to be forgotten, before anything is encoded."""
+
+
 class SchedulerOutput(msgspec.Struct):
     """One step's plan. The four lists of the batch are parallel: entry i is one request."""
 
@@ -114,6 +124,8 @@ class SchedulerOutput(msgspec.Struct):
     """Drafts of a row, the last of its scheduled tokens; only where there are any."""
     structured_req_ids: list[str] = []
     """Requests of this step whose sampled tokens a grammar restricts."""
+    encoder: EncoderWork | None = None
+    """None where nothing is encoded and nothing forgotten."""
     is_repeated: bool = False
     """Whether it is the plan before once more: the same batch, and nothing has changed in any row
     but what the step before has brought."""

@@ -62,6 +62,12 @@ class MultiModalFeature(msgspec.Struct, array_like=True, omit_defaults=True, fro
         """Embeddings that the encoder makes of it."""
         return sum(count for _, count in self.spans)
 
+    @property
+    def embeds_end(self) -> int:
+        """Position behind the last placeholder that takes an embedding."""
+        start, count = self.spans[-1]
+        return self.offset + start + count
+
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     """A LoRA adapter, by a key of its weights."""
@@ -200,6 +206,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_draft_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = []
     """How often the first, second, ... draft of a request held; empty without speculation."""
+    encoder_cache_queries: int = 0
+    """Images and the like that steps have asked for, and of these, those that need not be encoded
+    since another request has."""
+    encoder_cache_hits: int = 0
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -6,6 +6,7 @@ from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.seams import GrammarManager
 from tokenmill.core.adapters import AdapterReady
+from tokenmill.core.encoder import EncoderSchedule
 from tokenmill.core.scheduler import Scheduler
 
 
@@ -15,6 +16,11 @@ def build_scheduler(
     grammars: GrammarManager | None = None,
 ) -> Scheduler:
     """A scheduler for this engine; raises `ConfigError` for settings that cannot work together."""
+    encoder = None
+    if config.encoder is not None:
+        encoder = EncoderSchedule(
+            config.encoder.max_num_encoder_input_tokens, config.encoder.encoder_cache_size
+        )
     return Scheduler(
         config.scheduler,
         kv_cache_config,
@@ -23,5 +29,6 @@ def build_scheduler(
         num_speculative_tokens=config.num_speculative_tokens,
         num_lookahead_tokens=config.num_lookahead_tokens,
         grammars=grammars,
+        encoder=encoder,
         readiness_rules=[AdapterReady(config.lora.max_loras)] if config.lora else [],
     )

@@ -72,6 +72,7 @@ class Request:
         "block_hashes",
         "data",
         "draft_token_ids",
+        "embeds_end",
         "end_token_ids",
         "first_scheduled_time",
         "holds_for_forced",
@@ -134,8 +135,11 @@ class Request:
 
         self.is_structured = data.sampling_params.structured_outputs is not None
         """Whether a grammar restricts its output."""
-        self.is_plain = not (self.is_pooling or self.is_structured)
-        """Whether it samples tokens, and no others are put among them."""
+        self.embeds_end = max((each.embeds_end for each in data.mm_features), default=0)
+        """Of its prompt, the position behind the last token whose embedding an encoder makes."""
+        self.is_plain = not (self.is_pooling or self.is_structured or self.embeds_end)
+        """Whether it samples tokens, no others are put among them, and no encoder is needed (any
+        more: `EncoderSchedule` keeps it)."""
         self.num_unsent_tokens = 0
         """Of the last tokens known, those that no output has told yet: forced at the start."""
         self.num_untold_tokens = 0

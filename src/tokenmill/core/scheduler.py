@@ -30,9 +30,11 @@ from tokenmill.core.chunks import ChunkSizes
 from tokenmill.core.deadlines import Deadlines
 from tokenmill.core.decoding import settle_token, steps_in_place
 from tokenmill.core.drafting import Drafting
+from tokenmill.core.encoder import NO_ENCODER, EncoderSchedule
 from tokenmill.core.grammar import GrammarReady, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
 from tokenmill.core.limits import check_groups, check_limits
+from tokenmill.core.outputs import step_output
 from tokenmill.core.policy import get_policy
 from tokenmill.core.request import Request, RequestStatus
 from tokenmill.core.rows import RowAllocator
@@ -53,6 +55,7 @@ class Scheduler:
             many.
         readiness_rules: rules of features that hold requests back.
         grammars: follows the requests whose text must have a form.
+        encoder: decides when images are encoded; without it there are none.
         clock: seconds, monotonic.
         verify_prefix_hits: debug mode that compares tokens on every prefix hit.
 
@@ -71,6 +74,7 @@ class Scheduler:
         num_lookahead_tokens: int | None = None,
         readiness_rules: Sequence[ReadinessRule] = (),
         grammars: GrammarManager | None = None,
+        encoder: EncoderSchedule | None = None,
         clock: Callable[[], float] = time.monotonic,
         verify_prefix_hits: bool = False,
     ) -> None:
@@ -93,7 +97,9 @@ class Scheduler:
         # The last token of a sequence needs no slot: it is never computed.
         self._max_total_tokens = min(config.max_model_len, self.kv.num_usable_tokens + 1)
 
-        self._acceptance_rules = acceptance_rules(config.max_model_len, self.kv.num_usable_tokens)
+        self.encoder = encoder or NO_ENCODER
+        rules = acceptance_rules(config.max_model_len, self.kv.num_usable_tokens)
+        self._acceptance_rules = (*rules, self.encoder)
         self._grammars = grammars or NoGrammars()
         self._drafting = Drafting(num_speculative_tokens, self._grammars)
         self._readiness = ReadinessRules(
@@ -140,10 +146,6 @@ class Scheduler:
         for request in filter(None, map(self.requests.get, request_ids)):
             self._finish(request, RequestStatus.FINISHED_ABORTED)
 
-    def has_unfinished_requests(self) -> bool:
-        """Whether any request is alive."""
-        return bool(self.requests)
-
     def has_requests(self) -> bool:
         """Whether a request is alive, or has an output that nobody has fetched."""
         return bool(self.requests or self._ended_outputs)
@@ -168,6 +170,7 @@ class Scheduler:
             num_errors=self._num_errors,
             **self.kv.counts(),
             **self._drafting.counts(),
+            **self.encoder.counts(),
         )
 
     # ---- planning -------------------------------------------------------------------------
@@ -192,7 +195,7 @@ class Scheduler:
 
     def _plan_step(self) -> Step:
         plan, budget = SchedulerOutput(self._next_step_id), self.config.max_num_batched_tokens
-        step = Step(plan, budget, self._chunks, self.running)
+        step = Step(plan, budget, self._chunks, self.running, self.encoder)
         self._schedule_running(step)
         if not step.num_preempted and len(self.requests) > len(self.running):
             self._schedule_waiting(step, self._clock())
@@ -217,7 +220,7 @@ class Scheduler:
             elif request.is_running:  # not preempted for one before it
                 self._drafting.leave_room(request, len(requests) - index, step)
                 num_pending = request.num_pending_tokens
-                num_new_tokens = step.fitting(request.num_computed_tokens, num_pending)
+                num_new_tokens = step.fitting(request, request.num_computed_tokens, num_pending)
                 if num_new_tokens:
                     if not self._take_slots(request, num_new_tokens, step):
                         break
@@ -261,8 +264,9 @@ class Scheduler:
         start_grammar(request, self._grammars)
         computed = self.kv.get_computed_blocks(request)
         wanted = request.num_tokens - computed.num_tokens
-        num_new_tokens = step.fitting(computed.num_tokens, wanted)
-        if num_new_tokens < (1 if self.config.enable_chunked_prefill else wanted):
+        num_new_tokens = step.fitting(request, computed.num_tokens, wanted)
+        may_be_cut = self.config.enable_chunked_prefill or request.embeds_end
+        if num_new_tokens < (1 if may_be_cut else wanted):
             return False
         new_block_ids = self.kv.allocate_slots(
             request,
@@ -332,22 +336,18 @@ class Scheduler:
         if request.is_running:  # a preempted one has given its counters and blocks back
             request.settle(step.plan.num_scheduled_tokens[index], num_due, len(sampled))
             self.kv.cache_blocks(request, request.num_settled_tokens)
+            self.encoder.settle(request)
             self._drafting.settle(request, num_due, len(sampled))
             if num_due:
                 self._drafting.take(request, result)
-        pooled = result.pooled.get(request_id)
-        if not token_ids and pooled is None:
+        is_pooled = request_id in result.pooled
+        if not token_ids and not is_pooled:
             return None
-        if pooled is not None:
+        if is_pooled:
             stop = POOLED
         if stop is not None:
             self._finish(request, stop.status)
-        output = request.make_output(token_ids, None if stop is None else stop.stop_reason)
-        output.pooled = pooled
-        if request_id in result.logprobs:
-            output.new_logprobs = result.logprobs[request_id][: len(token_ids)]
-        output.prompt_logprobs = request.take_prompt_logprobs()
-        return output
+        return step_output(request, token_ids, stop, result)
 
     def _collect(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
         if self._ended_outputs:
@@ -393,6 +393,7 @@ class Scheduler:
     def _leave_running(self, request: Request) -> None:
         del self.running[request.request_id]
         self.kv.free(request)
+        self.encoder.release(request)
         assert request.row is not None
         self._rows.release(request.row)
         self._freed_rows.append(request.row)

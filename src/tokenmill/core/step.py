@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from tokenmill.contracts.plan import BlockIds, NewRequestData, SchedulerOutput
 from tokenmill.core.chunks import ChunkSizes
+from tokenmill.core.encoder import NO_ENCODER, EncoderSchedule
 from tokenmill.core.request import Request
 
 
@@ -22,6 +23,7 @@ class Step(msgspec.Struct):
     chunks: ChunkSizes
     running: Mapping[str, Request] = {}
     """All that run, whether or not they are in the step yet."""
+    encoder: EncoderSchedule = NO_ENCODER
     requests: list[Request] = []
     is_decode: list[bool] = []
     """Whether a request computes one token and gets one, and none of others' choice with it."""
@@ -29,10 +31,14 @@ class Step(msgspec.Struct):
     num_repeats: int = sys.maxsize
     """How often at least all of its requests can do the same again."""
 
-    def fitting(self, num_computed_tokens: int, wanted: int) -> int:
-        """How many of the `wanted` next tokens of a request the step still takes; 0 if other
-        prompts leave no room.
+    def fitting(self, request: Request, num_computed_tokens: int, wanted: int) -> int:
+        """How many of the `wanted` next tokens of a request, behind those that are computed, the
+        step still takes; 0 if others leave no room.
         """
+        num_tokens = self._fitting(num_computed_tokens, wanted)
+        return self.encoder.fitting(request, num_computed_tokens, num_tokens)
+
+    def _fitting(self, num_computed_tokens: int, wanted: int) -> int:
         most = min(wanted, self.chunks.longest, self.token_budget)
         if self.chunks.never_cut(most):
             return most
@@ -48,6 +54,7 @@ class Step(msgspec.Struct):
     def add(self, request: Request, num_new_tokens: int) -> None:
         """Schedule the request's next tokens; its drafts are the last of them."""
         plan = self.plan
+        self.encoder.take(request, num_new_tokens)
         end = request.num_computed_tokens + num_new_tokens
         num_drafts = max(0, end - request.num_expected_tokens)
         is_sampled = end >= request.num_expected_tokens and not request.is_pooling
@@ -152,6 +159,7 @@ class Step(msgspec.Struct):
     def launch(self) -> None:
         """Count the step's tokens as computed and its samples as expected."""
         plan, drafts = self.plan, self.plan.draft_token_ids
+        plan.encoder = self.encoder.take_work()
         for request, num_tokens, is_sampled in zip(
             self.requests, plan.num_scheduled_tokens, plan.is_sampled, strict=True
         ):

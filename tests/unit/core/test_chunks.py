@@ -71,7 +71,7 @@ def test_prompts_have_what_is_left_of_a_shared_step_or_a_share_beside_many_reque
 def prompt_chunks(scheduler, request_id):
     """Chunks of one request while all run to their ends."""
     chunks = []
-    while scheduler.has_unfinished_requests():
+    while scheduler.requests:
         plan = scheduler.schedule()
         counts = planned(plan)
         if request_id in counts and counts[request_id] > 1:
@@ -132,7 +132,7 @@ def test_small_steps_come_forward_behind_any_past():
     scheduler = create_scheduler(max_num_batched_tokens=4, max_model_len=256, attention_cost=1.0)
     add(scheduler, create_request(200, request_id="a"), create_request(200, request_id="b"))
     assert sum(prompt_chunks(scheduler, "b")) >= 199
-    assert not scheduler.has_unfinished_requests()
+    assert not scheduler.requests
 
 
 def decoding(scheduler, num_requests):

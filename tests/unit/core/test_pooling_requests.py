@@ -50,7 +50,7 @@ def test_it_ends_with_the_step_that_has_computed_its_last_token() -> None:
         assert output.finish_reason is FinishReason.STOP
         assert output.pooled == RESULT
         assert output.new_token_ids == []
-    assert not scheduler.has_unfinished_requests()
+    assert not scheduler.requests
     assert scheduler.kv.pool.num_used_blocks == 0
 
 
@@ -108,4 +108,4 @@ def test_one_that_fails_and_one_that_is_aborted_leave_nothing() -> None:
     (output,) = scheduler.update_from_output(plan, result).outputs
     assert (output.request_id, output.error, output.pooled) == ("fails", "it broke", None)
     assert output.finish_reason is FinishReason.ERROR
-    assert not scheduler.has_unfinished_requests()
+    assert not scheduler.requests

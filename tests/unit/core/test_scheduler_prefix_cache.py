@@ -73,7 +73,7 @@ def test_prefix_cache_stats_are_counted_once_at_admission():
     stats = scheduler.make_stats()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (18, 0)
     history = [stats]
-    while scheduler.has_unfinished_requests():
+    while scheduler.requests:
         settle(scheduler, scheduler.schedule())
         history.append(scheduler.make_stats())
     assert history[-1].num_preemptions > 0

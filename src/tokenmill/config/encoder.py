@@ -1,0 +1,47 @@
+"""Settings of the encoder of a model that takes images: how much in a step, and what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tokenmill.config.dtypes import DTYPE_BYTES
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.engine_config import EncoderConfig, MemoryLedger
+from tokenmill.config.memory import StepShape
+from tokenmill.config.parameters import ModelParameters, at_least
+
+KEPT_EMBEDS = 16_384
+"""The largest image of the usual families has so many."""
+
+
+def resolve_encoder(
+    args: EngineArgs, hf_config: Mapping[str, Any], implementation: str, step: StepShape
+) -> EncoderConfig | None:
+    """The settings for a model with a tower beside its decoder; None for others, and where images
+    are switched off. Raises `ConfigError` that names the setting.
+    """
+    if implementation != "tokenmill" or not isinstance(hf_config.get("vision_config"), Mapping):
+        return None
+    if args.limit_mm_per_prompt.get("image") == 0:
+        return None
+    most, size = args.max_num_encoder_input_tokens, args.encoder_cache_size
+    if most is None:
+        most = step.max_num_batched_tokens
+    if size is None:
+        size = max(min(step.max_model_len, KEPT_EMBEDS), step.max_num_batched_tokens)
+    return EncoderConfig(
+        max_num_encoder_input_tokens=at_least("max_num_encoder_input_tokens", most, 1),
+        encoder_cache_size=at_least("encoder_cache_size", size, 1),
+    )
+
+
+def with_encoder(
+    ledger: MemoryLedger, encoder: EncoderConfig | None, parameters: ModelParameters, dtype: str
+) -> MemoryLedger:
+    """What is left beside the embeddings that are kept."""
+    if encoder is None:
+        return ledger
+    num_values = encoder.encoder_cache_size * parameters.hidden_size
+    return replace(ledger, encoder_cache=num_values * DTYPE_BYTES[dtype])
