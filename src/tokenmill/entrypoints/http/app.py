@@ -22,15 +22,17 @@ from tokenmill.entrypoints.http import (
     scoring,
     tokenization,
 )
-from tokenmill.entrypoints.http.errors import MethodNotAllowedError, NotFoundError, error_body
-from tokenmill.entrypoints.http.middleware import RequestMiddleware
+from tokenmill.entrypoints.http.error_shapes import error_shape
+from tokenmill.entrypoints.http.errors import MethodNotAllowedError, NotFoundError
+from tokenmill.entrypoints.http.messages import endpoints as messages
+from tokenmill.entrypoints.http.middleware import RequestMiddleware, route_path
 from tokenmill.entrypoints.http.openapi import describe
 from tokenmill.entrypoints.http.record import ANSWERED_HEADERS
 from tokenmill.entrypoints.http.state import ServerState, record_of, state_of
 from tokenmill.entrypoints.pooling import pooling_of
 from tokenmill.errors import InvalidRequestError, shown
 
-_GENERATE = (completions, chat)
+_GENERATE = (completions, chat, messages)
 _POOL = (embeddings, scoring)
 _OTHERS = (models, adapters, tokenization, health, admin, exposition, pages)
 
@@ -96,10 +98,12 @@ async def _routing_error(request: Request, error: Any) -> Response:
         ours = MethodNotAllowedError(f"{path} does not take {shown(request.method)}.")
     else:
         ours = NotFoundError(f"there is no {path}.")
-    record_of(request).code = getattr(ours, "code", None)
+    record = record_of(request)
+    record.code = getattr(ours, "code", None)
+    shape = error_shape(route_path(request.scope))
     return Response(
-        error_body(ours),
+        shape.body(ours, record.request_id),
         error.status_code,
-        headers=dict(error.headers or {}),
+        headers={**dict(error.headers or {}), **shape.headers(ours, record.request_id)},
         media_type="application/json",
     )

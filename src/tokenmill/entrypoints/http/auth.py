@@ -36,15 +36,15 @@ class ApiKeys:
         if not self._digests:
             return None
         presented = _presented(headers)
-        if presented is None:
+        if not presented:
             raise AuthenticationError(
                 "this server needs an API key; send `Authorization: Bearer KEY` or `x-api-key`."
             )
-        digest = _digest(presented)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if not any(matches):
-            raise AuthenticationError("the API key is not one of this server's.")
-        return hashlib.sha256(b"name of " + digest).hexdigest()[:32]
+        for digest in map(_digest, presented):
+            matches = [hmac.compare_digest(digest, known) for known in self._digests]
+            if any(matches):
+                return hashlib.sha256(b"name of " + digest).hexdigest()[:32]
+        raise AuthenticationError("the API key is not one of this server's.")
 
 
 def api_keys(args: ServeArgs) -> ApiKeys:
@@ -70,12 +70,16 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _presented(headers: Headers) -> bytes | None:
+def _presented(headers: Headers) -> list[bytes]:
+    """What may be a key. A client that has two ways to bring one may fill the other with anything:
+    the first of each is looked at.
+    """
+    found: dict[bytes, bytes] = {}
     for name, value in headers:
         if name == b"authorization":
             scheme, _, key = value.strip().partition(b" ")
             if scheme.lower() == b"bearer" and key.strip():
-                return key.strip()
+                found.setdefault(name, key.strip())
         elif name == b"x-api-key" and value.strip():
-            return value.strip()
-    return None
+            found.setdefault(name, value.strip())
+    return list(found.values())

@@ -15,7 +15,7 @@ from tokenmill.entrypoints.http.body import read_request
 from tokenmill.entrypoints.http.deltas import delta_of, message_of
 from tokenmill.entrypoints.http.errors import blamed_on_fields
 from tokenmill.entrypoints.http.generation import Generation
-from tokenmill.entrypoints.http.generation_job import GenerationJob
+from tokenmill.entrypoints.http.generation_job import GenerationJob, Pieces
 from tokenmill.entrypoints.http.logprobs import (
     chat_logprobs,
     positions_of,
@@ -85,7 +85,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest]):
         generation.progress[0].reasoning = self.plan.tally()
         return generation
 
-    def _reply(self, generation: Generation, outputs: Sequence[RequestOutput]) -> ChatReply:
+    def _reply(self, generation: Generation, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
         (output,) = outputs
         wants_prompt = (
             self._fields.prompt_logprobs is not None and output.prompt_logprobs is not None
@@ -103,7 +103,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest]):
             timings=self._timings(generation),
         )
 
-    def _pieces(self, generation: Generation) -> _Pieces:
+    def _pieces(self, generation: Generation) -> Pieces:
         return _Pieces(self, self._chunks(ChatChunks, "chat.completion.chunk", generation))
 
     def _choice(self, sequence: CompletionOutput) -> ChatChoice:
@@ -148,7 +148,7 @@ class _Pieces:
     """The deltas of each choice as chunks."""
 
     def __init__(self, job: ChatJob, chunks: ChatChunks) -> None:
-        self.chunks = chunks
+        self._chunks = chunks
         self._job = job
         self._begun: set[int] = set()
         self._parsers: dict[int, AnswerParser] = {}
@@ -157,10 +157,14 @@ class _Pieces:
         """What an output brings; nothing while its text is held back."""
         return b"".join(self._write(output, sequence) for sequence in output.outputs)
 
+    def end(self) -> bytes:
+        """The usage, if it was asked for."""
+        return self._chunks.usage()
+
     def _write(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
         if self._job.plan.takes_apart:
             return self._take_apart(output, sequence)
-        job, chunks, index = self._job, self.chunks, sequence.index
+        job, chunks, index = self._job, self._chunks, sequence.index
         text, before, after = sequence.text, b"", b""
         if index not in self._begun:
             self._begun.add(index)
@@ -180,7 +184,7 @@ class _Pieces:
 
     def _take_apart(self, output: RequestOutput, sequence: CompletionOutput) -> bytes:
         """The same, where an answer may hold reasoning and calls."""
-        job, chunks, index, plan = self._job, self.chunks, sequence.index, self._job.plan
+        job, chunks, index, plan = self._job, self._chunks, sequence.index, self._job.plan
         written: list[bytes] = []
         events: list[Event] = []
         parser = self._parsers.get(index)

@@ -159,7 +159,7 @@ class _Pieces:
     """The deltas of each choice as chunks."""
 
     def __init__(self, job: CompletionJob, chunks: CompletionChunks) -> None:
-        self.chunks = chunks
+        self._chunks = chunks
         self._job = job
         self._writers: dict[int, CompletionLogprobsWriter | None] = {}
         """By the choice's index; a choice is in here once it has had its first chunk."""
@@ -167,6 +167,10 @@ class _Pieces:
     def write(self, number: int, output: RequestOutput) -> bytes:
         """What an output of prompt `number` brings; nothing while its text is held back."""
         return b"".join(self._write(number, output, sequence) for sequence in output.outputs)
+
+    def end(self) -> bytes:
+        """The usage, if it was asked for."""
+        return self._chunks.usage()
 
     def _write(self, number: int, output: RequestOutput, sequence: CompletionOutput) -> bytes:
         job, hidden = self._job, self._job.hides_output
@@ -179,7 +183,7 @@ class _Pieces:
         logprobs = job.logprobs(self._writers[index], output, sequence, first=first)
         if not (text or sequence.finish_reason or job.tells_ids or (logprobs and logprobs.tokens)):
             return b""
-        return self.chunks.text(
+        return self._chunks.text(
             index,
             text,
             logprobs=None if logprobs is None else msgspec.json.encode(logprobs),

@@ -22,7 +22,7 @@ from tokenmill.entrypoints.http.record import RequestRecord
 from tokenmill.entrypoints.http.replies import Timings, Usage
 from tokenmill.entrypoints.http.response_format import form_of
 from tokenmill.entrypoints.http.sampling import check_stream, deadline_of, salt_of
-from tokenmill.entrypoints.http.sse import EventStream, JsonAnswer, Write
+from tokenmill.entrypoints.http.sse import EventStream, JsonAnswer, Wire, Write
 from tokenmill.entrypoints.http.state import ServerState
 from tokenmill.entrypoints.http.stream import Chunks
 from tokenmill.outputs import RequestOutput
@@ -35,11 +35,12 @@ _Chunks = TypeVar("_Chunks", bound=Chunks)
 class Pieces(Protocol):
     """What a stream writes."""
 
-    @property
-    def chunks(self) -> Chunks: ...
-
     def write(self, number: int, output: RequestOutput) -> bytes:
         """What an output of prompt `number` brings; nothing while its text is held back."""
+        ...
+
+    def end(self) -> bytes:
+        """What comes behind all outputs, if anything."""
         ...
 
 
@@ -55,6 +56,7 @@ class GenerationJob(ABC, Generic[_Fields]):
     _names: Mapping[str, str]
     """The client's names of the engine's parameters, where they differ."""
     _num_prompts = 1
+    _wire: Wire = Wire()
 
     def __init__(
         self, state: ServerState, record: RequestRecord, fields: _Fields, prefix: str
@@ -75,7 +77,7 @@ class GenerationJob(ABC, Generic[_Fields]):
         """The answer, in one piece or as a stream."""
         self._record.stream = bool(self._fields.stream)
         if self._record.stream:
-            return EventStream(self._state, self._record, self.write_stream)
+            return EventStream(self._state, self._record, self.write_stream, self._wire)
         return JsonAnswer(self._state, self._record, self.reply)
 
     async def reply(self) -> bytes:
@@ -94,8 +96,8 @@ class GenerationJob(ABC, Generic[_Fields]):
                 async for number, output in outputs:
                     if data := pieces.write(number, output):
                         await write(data)
-            if usage := pieces.chunks.usage():
-                await write(usage)
+            if data := pieces.end():
+                await write(data)
 
     @abstractmethod
     async def _generation(self) -> Generation:

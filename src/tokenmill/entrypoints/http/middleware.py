@@ -9,12 +9,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill.entrypoints.http.auth import OPEN_PATHS
-from tokenmill.entrypoints.http.errors import (
-    ClientDisconnectedError,
-    error_body,
-    error_headers,
-    status_of,
-)
+from tokenmill.entrypoints.http.error_shapes import ErrorShape, error_shape
+from tokenmill.entrypoints.http.errors import ClientDisconnectedError
 from tokenmill.entrypoints.http.record import CLIENT_GONE, RequestRecord, request_id_of
 from tokenmill.entrypoints.http.state import ServerState
 from tokenmill.errors import TokenmillError
@@ -47,13 +43,13 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            if _route_path(scope) not in OPEN_PATHS:
+            if route_path(scope) not in OPEN_PATHS:
                 record.key_name = self._state.keys.check(scope["headers"])
             await self._app(scope, receive, send_with_id)
         except ClientDisconnectedError:
             record.status, record.code = CLIENT_GONE, "client_disconnected"
         except Exception as error:  # noqa: BLE001 - the last one who can answer
-            await _answer(error, record, send_with_id)
+            await _answer(error, record, error_shape(route_path(scope)), send_with_id)
         finally:
             self._note(record, scope)
 
@@ -72,20 +68,20 @@ def log_request(record: RequestRecord) -> None:
     access_logger.info("%s", text, extra={"fields": values})
 
 
-def _route_path(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
     """The path without the prefix of a proxy."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
-async def _answer(error: Exception, record: RequestRecord, send: Send) -> None:
+async def _answer(error: Exception, record: RequestRecord, shape: ErrorShape, send: Send) -> None:
     if not isinstance(error, TokenmillError):
         log_unforeseen(error, record)
     started = record.status != 0
     record.code = getattr(error, "code", None) or "internal_error"
     if started:  # part of an answer is out; that it has no end tells the client
         raise RuntimeError("a response was cut off") from None
-    await send_error(error, send)
+    await _send_error(error, record.request_id, shape, send)
 
 
 def log_unforeseen(error: Exception, record: RequestRecord) -> None:
@@ -94,14 +90,14 @@ def log_unforeseen(error: Exception, record: RequestRecord) -> None:
     logger.error("request %s failed: %s\n%s", record.request_id, type(error).__name__, where)
 
 
-async def send_error(error: Exception, send: Send) -> None:
+async def _send_error(error: Exception, request_id: str, shape: ErrorShape, send: Send) -> None:
     """A whole response that says what went wrong."""
-    body = error_body(error)
+    body = shape.body(error, request_id)
     headers = {"content-type": "application/json", "content-length": str(len(body))}
-    pairs = {**headers, **error_headers(error)}.items()
+    pairs = {**headers, **shape.headers(error, request_id)}.items()
     start: dict[str, Any] = {
         "type": "http.response.start",
-        "status": status_of(error),
+        "status": shape.status(error),
         "headers": [(name.encode("ascii"), value.encode("ascii")) for name, value in pairs],
     }
     await send(start)

@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 import tokenmill
 from tokenmill.entrypoints.http.adapter_protocol import ADAPTER_STRUCTS
 from tokenmill.entrypoints.http.errors import STATUS_TEXT
+from tokenmill.entrypoints.http.messages.protocol import MESSAGES_STRUCTS
 from tokenmill.entrypoints.http.pooling_protocol import POOLING_STRUCTS
 from tokenmill.entrypoints.http.protocol import (
     ChatCompletionRequest,
@@ -43,6 +44,7 @@ _STRUCTS = [
     ErrorReply,
     *POOLING_STRUCTS,
     *ADAPTER_STRUCTS,
+    *MESSAGES_STRUCTS,
 ]
 _REFERENCE = "#/components/schemas/{name}"
 _GENERATING = (400, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -55,13 +57,18 @@ def json_body(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": _json(kind)}}
 
 
-def replies(kind: type[msgspec.Struct], *statuses: int, stream: bool = False) -> Responses:
+def replies(
+    kind: type[msgspec.Struct],
+    *statuses: int,
+    stream: bool = False,
+    errors: type[msgspec.Struct] = ErrorReply,
+) -> Responses:
     """Responses of a route that answers with this struct; `stream` adds events."""
     content = _json(kind)
     if stream:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     statuses = _GENERATING if stream else statuses
-    return {200: {"description": "The answer.", "content": content}, **_errors(statuses)}
+    return {200: {"description": "The answer.", "content": content}, **_errors(statuses, errors)}
 
 
 def pooling_replies(kind: type[msgspec.Struct]) -> Responses:
@@ -74,12 +81,11 @@ def plain(text: str, *statuses: int) -> Responses:
     return {200: {"description": text}, **_errors(statuses)}
 
 
-def _errors(statuses: tuple[int, ...]) -> Responses:
+def _errors(statuses: tuple[int, ...], kind: type[msgspec.Struct] = ErrorReply) -> Responses:
     known: Responses = {
-        status: {"description": STATUS_TEXT[status], "content": _json(ErrorReply)}
-        for status in statuses
+        status: {"description": STATUS_TEXT[status], "content": _json(kind)} for status in statuses
     }
-    known["default"] = {"description": "Any other error.", "content": _json(ErrorReply)}
+    known["default"] = {"description": "Any other error.", "content": _json(kind)}
     return known
 
 

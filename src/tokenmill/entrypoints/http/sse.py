@@ -35,6 +35,18 @@ def frame(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+class Wire:
+    """How a stream says what is no part of an answer. This is OpenAI's way for chats."""
+
+    end = DONE
+    """Closes every stream, whatever happens."""
+    keep_alive = _COMMENT
+
+    async def failure(self, error: Exception) -> bytes:
+        """The frame before the end of a stream that has begun and went wrong."""
+        return frame(error_body(error))
+
+
 class _Answer(Response):
     """Runs `_work` in a task of its own until it is done or the client has gone."""
 
@@ -87,16 +99,18 @@ class JsonAnswer(_Answer):
 
 
 class EventStream(_Answer):
-    """Server-sent events, ended by `[DONE]` whatever happens."""
+    """Server-sent events, ended as their clients expect it whatever happens."""
 
     def __init__(
         self,
         state: ServerState,
         record: RequestRecord,
         produce: Callable[[Write], Awaitable[None]],
+        wire: Wire,
     ) -> None:
         """`produce` writes all frames but the last; errors that it raises become a frame."""
         super().__init__(state, record)
+        self._wire = wire
         self._produce = produce
         self._last_write = 0.0
         self._send: Send
@@ -108,7 +122,7 @@ class EventStream(_Answer):
         keeping_alive = asyncio.create_task(self._keep_alive())
         try:
             await self._produce(self._write)
-            await self._write(DONE)
+            await self._write(self._wire.end)
         except asyncio.CancelledError:
             if not self._state.stopping:
                 raise
@@ -140,16 +154,16 @@ class EventStream(_Answer):
         if not isinstance(error, TokenmillError):
             log_unforeseen(error, self._record)
         self._record.code = getattr(error, "code", None) or "internal_error"
-        await self._write(frame(error_body(error)) + DONE)
+        await self._write(await self._wire.failure(error) + self._wire.end)
 
     async def _keep_alive(self) -> None:
-        """A comment whenever nothing has been written for a while."""
+        """A sign of life whenever nothing has been written for a while."""
         interval = self._state.args.stream_keep_alive
         loop = self._loop
         while True:
             await asyncio.sleep(interval - (loop.time() - self._last_write))
             if loop.time() - self._last_write >= interval:
-                await self._write(_COMMENT)
+                await self._write(self._wire.keep_alive)
 
 
 def _start(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, Any]:
