@@ -15,6 +15,7 @@ void bind_ngram_index(nb::module_& module);
 void bind_pool(nb::module_& module);
 void bind_program(nb::module_& module);
 void bind_sampling(nb::module_& module);
+void bind_shared_group(nb::module_& module);
 void bind_state_space(nb::module_& module);
 void bind_step_gather(nb::module_& module);
 void bind_suffix_index(nb::module_& module);
@@ -32,6 +33,7 @@ NB_MODULE(_native, module) {
   tokenmill::bind_pool(module);
   tokenmill::bind_program(module);
   tokenmill::bind_sampling(module);
+  tokenmill::bind_shared_group(module);
   tokenmill::bind_state_space(module);
   tokenmill::bind_step_gather(module);
   tokenmill::bind_suffix_index(module);

@@ -42,6 +42,7 @@ from tokenmill.layers.gpu_experts import GpuExperts, route
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.torch_rows import TorchRows
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+from tokenmill.parallel.group import SOLO, TensorGroup
 from tokenmill.quantization.dequantize import dequantize
 from tokenmill.quantization.four_bit import FOUR_BIT_FORMATS, GROUP_SIZE, four_bit_parts
 
@@ -51,6 +52,7 @@ WeightFormat = Literal["plain", "fp8", "int4"]
 class GpuKernels(TorchRows):
     """The kernels of a layer on one device and one stream."""
 
+    group: TensorGroup = SOLO
     has_torch_path = False
     """Torch's reductions choose their order by the number of rows."""
 

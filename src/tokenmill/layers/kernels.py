@@ -19,6 +19,7 @@ from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.layers.state_steps import StateSpace
+from tokenmill.parallel.group import SOLO, TensorGroup
 from tokenmill.quantization.packed_blocks import Quantization
 
 NATIVE_DTYPES = ("bfloat16", "float32")
@@ -32,6 +33,8 @@ class LayerKernels(Protocol):
     """Where parameters and activations lie."""
     has_torch_path: bool
     """Whether layers without a kernel may compute with torch: whether that is exact there."""
+    group: TensorGroup
+    """The ranks that have parts of the same layers."""
 
     def empty(self, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for activations [num_rows, size]."""
@@ -162,9 +165,11 @@ def tower_kernels(kernels: LayerKernels, dtype: torch.dtype) -> LayerKernels:
 
 
 @functools.cache
-def layer_kernels(dtype: torch.dtype, quantization: Quantization | None = None) -> LayerKernels:
+def layer_kernels(
+    dtype: torch.dtype, quantization: Quantization | None = None, group: TensorGroup = SOLO
+) -> LayerKernels:
     """The native kernels where they can be had, else torch's, which quantise nothing."""
     if uses_native_kernels(str(dtype).removeprefix("torch.")):
-        return NativeKernels(quantization)
+        return NativeKernels(quantization, group)
     assert quantization is None
-    return PlainKernels()
+    return PlainKernels(group=group)

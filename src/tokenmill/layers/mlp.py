@@ -7,8 +7,9 @@ from torch import nn
 
 from tokenmill.kernels.activation import Gate
 from tokenmill.layers.kernels import LayerKernels
-from tokenmill.layers.linear import Linear
 from tokenmill.layers.linear_method import Activations
+from tokenmill.layers.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from tokenmill.parallel.shares import even_share
 
 GATED_MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -35,16 +36,16 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.kernels = kernels
         self.gate = gate
-        parts = dict.fromkeys(names[:2], intermediate_size)
-        self.gate_up_proj = Linear(
+        share = even_share(intermediate_size, kernels.group.rank, kernels.group.size)
+        self.gate_up_proj = ColumnParallelLinear(
             hidden_size,
-            2 * intermediate_size if is_fused else parts,
+            [share, share] if is_fused else dict.fromkeys(names[:2], share),
             bias=bias,
             dtype=dtype,
             kernels=kernels,
         )
-        self.down_proj = Linear(
-            intermediate_size, {names[2]: hidden_size}, bias=bias, dtype=dtype, kernels=kernels
+        self.down_proj = RowParallelLinear(
+            share, {names[2]: hidden_size}, bias=bias, dtype=dtype, kernels=kernels
         )
 
     def empty_input(self, num_rows: int) -> Activations:

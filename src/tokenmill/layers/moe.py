@@ -13,6 +13,7 @@ on its neighbours, and a token's experts are added in the order of its choice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -22,7 +23,9 @@ from tokenmill.layers.experts import ExpertShape, ExpertsMethod
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear_method import Activations, StreamReader
 from tokenmill.layers.mlp import GATED_MLP_NAMES
+from tokenmill.layers.parallel_linear import columns_slot, rows_slot
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+from tokenmill.parallel.shares import even_share
 
 CORRECTION_BIAS = "e_score_correction_bias"
 """What checkpoints call the bias on scores."""
@@ -92,7 +95,7 @@ def separate_expert_slots(
 
 
 class GatedExperts(nn.Module):
-    """Gated MLPs, each with tensors of its own in the checkpoint."""
+    """Gated MLPs, each with tensors of its own in the checkpoint; a rank has a part of each."""
 
     def __init__(
         self,
@@ -102,12 +105,17 @@ class GatedExperts(nn.Module):
     ) -> None:
         """`names` are those of an expert's gate, up and down matrices."""
         super().__init__()
-        self.shape = shape
+        self.group = kernels.group
+        self.share = even_share(shape.intermediate_size, self.group.rank, self.group.size)
+        self.shape = replace(shape, intermediate_size=self.share.size)
         self.names = names
-        self.method = kernels.experts_method(shape)
+        self.method = kernels.experts_method(self.shape)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        return separate_expert_slots(self.method, self.shape, prefix, self.names)
+        last = f".{self.names[2]}.weight"
+        for slot in separate_expert_slots(self.method, self.shape, prefix, self.names):
+            is_last = slot.name.endswith(last)
+            yield columns_slot(slot, self.share) if is_last else rows_slot(slot, [self.share])
 
     def empty_input(self, num_rows: int) -> Activations:
         """A place for the input, in the form in which it is read."""
@@ -121,7 +129,8 @@ class GatedExperts(nn.Module):
         base: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The weighted sum over the chosen ones of x [N, hidden_size], plus `base`, in float32."""
-        return self.method.mix(x, weights, chosen, base)
+        base = base if self.group.rank == 0 else None
+        return self.group.all_reduce(self.method.mix(x, weights, chosen, base))
 
 
 class ExpertBlock(nn.Module):

@@ -33,6 +33,7 @@ from tokenmill.layers.pack_parts import PackedWeight, pack_parts
 from tokenmill.layers.packed_states import PackedStateBuilder, PackedStateSpace
 from tokenmill.layers.state_steps import StateSpace
 from tokenmill.layers.weights import WeightSlot
+from tokenmill.parallel.group import SOLO, TensorGroup
 from tokenmill.quantization.packed_blocks import Quantization
 
 
@@ -151,9 +152,10 @@ class NativeKernels:
     def empty(self, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         return arena.empty(num_rows, size, dtype=dtype)
 
-    def __init__(self, quantization: Quantization | None = None) -> None:
+    def __init__(self, quantization: Quantization | None = None, group: TensorGroup = SOLO) -> None:
         """Plain matrices become `quantization`, and the vocabulary then int8."""
         self.quantization = quantization
+        self.group = group
 
     def linear_method(
         self, out_features: int, in_features: int, dtype: torch.dtype

@@ -13,6 +13,7 @@ from tokenmill.layers.experts import ExpertShape, PlainExperts
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.torch_rows import TorchRows
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+from tokenmill.parallel.group import SOLO, TensorGroup
 
 
 class PlainLinearMethod(nn.Module):
@@ -47,9 +48,10 @@ class PlainKernels(TorchRows):
 
     has_torch_path = True
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, group: TensorGroup = SOLO) -> None:
         """`device` is the CPU by default."""
         self.device = device or torch.device("cpu")
+        self.group = group
 
     def empty(self, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_rows, size, dtype=dtype, device=self.device)

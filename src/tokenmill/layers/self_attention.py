@@ -7,9 +7,10 @@ from torch import nn
 
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.kernels import LayerKernels
-from tokenmill.layers.linear import Linear
 from tokenmill.layers.linear_method import Activations
+from tokenmill.layers.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from tokenmill.layers.rope import RotaryEmbedding
+from tokenmill.parallel.shares import even_share, kv_head_share
 
 
 class SelfAttention(nn.Module):
@@ -44,12 +45,15 @@ class SelfAttention(nn.Module):
         `qkv_proj`.
         """
         super().__init__()
-        self.q_size = num_heads * head_size
-        self.kv_size = num_kv_heads * head_size
-        parts = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
-        self.qkv_proj = Linear(
+        heads = even_share(num_heads, kernels.group.rank, kernels.group.size)
+        kv_heads = kv_head_share(num_kv_heads, kernels.group.rank, kernels.group.size)
+        self.q_size = heads.size * head_size
+        self.kv_size = kv_heads.size * head_size
+        parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+        rows = {name: share.of(head_size) for name, share in parts.items()}
+        self.qkv_proj = ColumnParallelLinear(
             hidden_size,
-            sum(parts.values()) if is_fused else parts,
+            list(rows.values()) if is_fused else rows,
             bias=bias,
             dtype=dtype,
             kernels=kernels,
@@ -58,8 +62,8 @@ class SelfAttention(nn.Module):
         self.k_norm = k_norm or nn.Identity()
         self.attn = Attention(
             f"{name}.attn",
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
+            num_heads=heads.size,
+            num_kv_heads=kv_heads.size,
             head_size=head_size,
             scale=head_size**-0.5 if scale is None else scale,
             rotary=rotary,
@@ -67,7 +71,9 @@ class SelfAttention(nn.Module):
             logits_soft_cap=logits_soft_cap,
             has_sinks=has_sinks,
         )
-        self.o_proj = Linear(self.q_size, hidden_size, bias=out_bias, dtype=dtype, kernels=kernels)
+        self.o_proj = RowParallelLinear(
+            heads.of(head_size), hidden_size, bias=out_bias, dtype=dtype, kernels=kernels
+        )
 
     def empty_input(self, num_rows: int) -> Activations:
         """A place for this block's input, in the form in which it is read."""

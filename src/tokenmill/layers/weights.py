@@ -26,6 +26,8 @@ class WeightSlot:
     shape: tuple[int, ...]
     load: Callable[[RawTensor], None]
     """Puts the tensor there; its shape has been checked."""
+    rows: range | None = None
+    """Rows of the tensor that `load` reads; None reads all."""
 
 
 @runtime_checkable

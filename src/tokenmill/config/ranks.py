@@ -1,0 +1,308 @@
+"""Settings of several processes for one model: what they may be, and what the largest rank has."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.machine import Machine
+from tokenmill.config.parallel import ParallelConfig, stage_layers
+from tokenmill.config.parameters import ModelParameters, at_least, one_of
+from tokenmill.errors import ConfigError, shown
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("uni", "mp", "ray")
+"""What `distributed_executor_backend` may be."""
+VOCAB_ALIGNMENT = 32
+"""Tokens of a vocabulary that stay together (`parallel/shares.py`)."""
+GROUP_SIZE = 32
+"""Values that share a scale (`kernels/gemm.py`)."""
+
+DIVIDED = frozenset(
+    (
+        "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+        "SmolLM3ForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+        "MixtralForCausalLM", "Qwen3MoeForCausalLM",
+    )
+)  # fmt: skip
+"""Architectures whose layers can be divided among ranks."""
+WHOLE_LAYERS: Mapping[str, str] = {
+    "Olmo2ForCausalLM": "its norms go over all heads of a token",
+    "GptOssForCausalLM": "its experts' tensors are not divided yet",
+    "DeepseekV2ForCausalLM": "all its heads share one latent",
+    "DeepseekV3ForCausalLM": "all its heads share one latent",
+}
+"""Those whose layers are whole, and why; their stages can be on several ranks."""
+UNDIVIDED: Mapping[str, str] = {
+    "GPT2LMHeadModel": "its queries, keys and values are one matrix that is not divided yet",
+    "BambaForCausalLM": "its states are not divided yet",
+    "Mamba2ForCausalLM": "its states are not divided yet",
+}
+"""Other decoders, which run in one process, and why. So do encoders."""
+
+
+def resolve_parallel(
+    args: EngineArgs,
+    hf_config: Mapping[str, Any],
+    parameters: ModelParameters,
+    implementation: str,
+    device: str,
+) -> ParallelConfig:
+    """How the model is divided. Raises `ConfigError` that names the setting for what cannot be."""
+    tp_size = at_least("tensor_parallel_size", args.tensor_parallel_size, 1)
+    pp_size = at_least("pipeline_parallel_size", args.pipeline_parallel_size, 1)
+    parallel = ParallelConfig(
+        tensor_parallel_size=tp_size,
+        pipeline_parallel_size=pp_size,
+        num_nodes=at_least("nnodes", args.nnodes, 1),
+        node_rank=at_least("node_rank", args.node_rank, 0),
+        master_addr=args.master_addr,
+        master_port=at_least("master_port", args.master_port, 1),
+    )
+    _check_places(args, parallel)
+    if parallel.world_size == 1:
+        return parallel
+    _check_features(args, device)
+    _check_family(parameters.architecture, implementation, parallel)
+    _check_sizes(hf_config, parameters, parallel)
+    return parallel
+
+
+def _check_places(args: EngineArgs, parallel: ParallelConfig) -> None:
+    """Where the ranks run."""
+    world_size, num_nodes = parallel.world_size, parallel.num_nodes
+    ranks = (
+        f"tensor_parallel_size={parallel.tensor_parallel_size} and"
+        f" pipeline_parallel_size={parallel.pipeline_parallel_size}"
+    )
+    if args.distributed_executor_backend is not None:
+        backend = one_of(
+            "distributed_executor_backend", args.distributed_executor_backend, BACKENDS
+        )
+        if backend == "ray":
+            raise ConfigError(
+                "distributed_executor_backend='ray' is not supported: processes are started with"
+                " 'mp', on other machines by `tokenmill serve --headless` (docs/parallel.md)."
+            )
+        if backend == "uni" and world_size > 1:
+            raise ConfigError(
+                f"distributed_executor_backend='uni' is one process, but {ranks} need"
+                f" {world_size}; leave it out, or take 'mp'."
+            )
+    if world_size % num_nodes:
+        raise ConfigError(
+            f"nnodes={num_nodes} machines cannot have equal parts of the {world_size} ranks of"
+            f" {ranks}; take a number of machines that divides them."
+        )
+    if parallel.node_rank >= num_nodes:
+        raise ConfigError(
+            f"node_rank={parallel.node_rank} must be less than nnodes={num_nodes}; machines are"
+            f" counted from 0."
+        )
+    if parallel.master_port > 65_535:
+        raise ConfigError(f"master_port={parallel.master_port} must be at most 65535.")
+    if num_nodes > 1 and args.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size={args.data_parallel_size} with nnodes={num_nodes} is not"
+            f" supported; start a server on each set of machines, and route among them."
+        )
+
+
+def _check_features(args: EngineArgs, device: str) -> None:
+    """What one process can do and several cannot yet."""
+    given = f"tensor_parallel_size={args.tensor_parallel_size}"
+    if args.tensor_parallel_size == 1:
+        given = f"pipeline_parallel_size={args.pipeline_parallel_size}"
+    if device != "cpu":
+        raise ConfigError(
+            f"{given} runs on a CPU only so far: sums over NCCL would depend on the batch, and"
+            f" nobody has run it. Use device='cpu', or data_parallel_size for several GPUs."
+        )
+    if args.enable_lora:
+        raise ConfigError(
+            f"{given} with enable_lora is not supported: adapters are not divided among ranks."
+            f" Merge the adapter into the weights, or use data_parallel_size."
+        )
+    speculates = args.speculative_config or args.spec_method or args.spec_model
+    if speculates and args.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={args.pipeline_parallel_size} with speculation is not"
+            f" supported: only the last stage knows the tokens. Leave speculative_config out."
+        )
+    if args.spec_model or (args.speculative_config or {}).get("model"):
+        raise ConfigError(
+            f"{given} with a model that drafts is not supported: every rank would run all of it."
+            f" Take speculative_config.method='ngram' or 'suffix'."
+        )
+
+
+def _check_family(architecture: str, implementation: str, parallel: ParallelConfig) -> None:
+    """Whether the model's code can be divided."""
+    sizes = {
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+    }
+    setting = next(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    if implementation != "tokenmill":
+        raise ConfigError(
+            f"{setting}: {architecture} runs on the code of {implementation}, which is not divided"
+            f" here. Set {setting.partition('=')[0]}=1."
+        )
+    if architecture in DIVIDED:
+        return
+    if architecture in WHOLE_LAYERS:
+        if parallel.tensor_parallel_size == 1:
+            return
+        why = WHOLE_LAYERS[architecture]
+        remedy = f"Use pipeline_parallel_size={parallel.world_size} in its place."
+    else:
+        why = UNDIVIDED.get(architecture, "it is not among the families that are")
+        remedy = f"Set {setting.partition('=')[0]}=1, or use data_parallel_size."
+    raise ConfigError(f"{setting}: {architecture} cannot be divided: {why}. {remedy}")
+
+
+def _check_sizes(
+    hf_config: Mapping[str, Any], parameters: ModelParameters, parallel: ParallelConfig
+) -> None:
+    """Whether the model's numbers can be divided."""
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if pp_size > parameters.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={pp_size} is more than the model's {parameters.num_layers}"
+            f" layers; a stage needs one at least."
+        )
+    sizes = {
+        "num_attention_heads": parameters.num_heads,
+        "intermediate_size": parameters.intermediate_size,
+    }
+    if hf_config.get("moe_intermediate_size") is not None:
+        sizes["moe_intermediate_size"] = int(hf_config["moe_intermediate_size"])
+    for name, size in sizes.items():
+        if size % tp_size:
+            fitting = ", ".join(str(n) for n in range(1, tp_size) if not size % n)
+            raise ConfigError(
+                f"tensor_parallel_size={tp_size} must divide the model's {name}={size}; smaller"
+                f" ones that do: {fitting}."
+            )
+    num_kv_heads = parameters.num_kv_heads
+    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_size={tp_size} must divide the model's"
+            f" num_key_value_heads={num_kv_heads}, or be a multiple of it."
+        )
+    if -(-parameters.vocab_size // VOCAB_ALIGNMENT) < tp_size:
+        raise ConfigError(
+            f"tensor_parallel_size={tp_size} is more than a vocabulary of"
+            f" {parameters.vocab_size} tokens has parts of {VOCAB_ALIGNMENT}."
+        )
+
+
+def check_quantized_parts(
+    quantization: str | None, parameters: ModelParameters, parallel: ParallelConfig
+) -> None:
+    """Raise `ConfigError` if a rank's part of a quantised matrix is not whole groups; `parameters`
+    are a rank's own.
+    """
+    if quantization is None or parallel.tensor_parallel_size == 1:
+        return
+    inputs = {
+        "attention": parameters.num_heads * parameters.head_size,
+        "intermediate_size": parameters.intermediate_size,
+    }
+    for name, size in inputs.items():
+        if size % GROUP_SIZE:
+            raise ConfigError(
+                f"quantization={shown(quantization)} has a scale for {GROUP_SIZE} values, but with"
+                f" tensor_parallel_size={parallel.tensor_parallel_size} a rank has {size} values of"
+                f" {name}; take a smaller tensor_parallel_size, or no quantization."
+            )
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_BY_ROWS = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3",
+    "embed_tokens", "lm_head",
+)  # fmt: skip
+"""Modules of whose weights a rank has some rows; of the embedding and the head, some tokens."""
+_BY_COLUMNS = ("o_proj", "down_proj", "w2")
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What the rank with most has of a model and its machine: every setting must suit it."""
+
+    machine: Machine
+    parameters: ModelParameters
+    tensor_shapes: Mapping[str, tuple[int, ...]]
+
+
+def rank_share(
+    parallel: ParallelConfig,
+    machine: Machine,
+    parameters: ModelParameters,
+    tensor_shapes: Mapping[str, tuple[int, ...]],
+) -> RankShare:
+    """Of a model whose sizes can be divided. Logs a warning for more ranks than processors."""
+    if parallel.world_size == 1:
+        return RankShare(machine, parameters, tensor_shapes)
+    if parallel.num_local > machine.num_cpus:
+        logger.warning(
+            "%d ranks on this machine, but it has %d processors to use: they wait for each other."
+            " Lower tensor_parallel_size=%d or pipeline_parallel_size=%d.",
+            parallel.num_local,
+            machine.num_cpus,
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+        )
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    num_layers = parameters.num_layers
+    shapes = max(
+        (_of_stage(tensor_shapes, num_layers, stage, pp_size) for stage in range(pp_size)),
+        key=lambda stage_shapes: sum(map(prod, stage_shapes.values())),
+    )
+    return RankShare(
+        machine=machine.shared_by(parallel.num_local),
+        parameters=replace(
+            parameters,
+            num_layers=max(len(stage_layers(num_layers, i, pp_size)) for i in range(pp_size)),
+            num_heads=parameters.num_heads // tp_size,
+            num_kv_heads=max(parameters.num_kv_heads // tp_size, 1),
+            intermediate_size=parameters.intermediate_size // tp_size,
+        ),
+        tensor_shapes={
+            name: _divided(name, shape, tp_size, parameters) for name, shape in shapes.items()
+        },
+    )
+
+
+def _of_stage(
+    shapes: Mapping[str, tuple[int, ...]], num_layers: int, stage: int, num_stages: int
+) -> dict[str, tuple[int, ...]]:
+    """Tensors of one stage. The embedding may be the head, too: the last stage counts it."""
+    layers = stage_layers(num_layers, stage, num_stages)
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if ((found := _LAYER.search(name)) is not None and int(found[1]) in layers)
+        or (found is None and stage in (0, num_stages - 1))
+    }
+
+
+def _divided(
+    name: str, shape: tuple[int, ...], tp_size: int, parameters: ModelParameters
+) -> tuple[int, ...]:
+    """What one rank of a stage has of a tensor."""
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    if module in _BY_ROWS:
+        # Of keys and values a rank has one head at least.
+        most = parameters.num_kv_heads if module in ("k_proj", "v_proj") else tp_size
+        return (-(-shape[0] // min(tp_size, most)), *shape[1:])
+    if module in _BY_COLUMNS and len(shape) == 2:
+        return (shape[0], -(-shape[1] // tp_size))
+    return shape
