@@ -12,16 +12,16 @@ bytes decode to these types or not at all.
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import Any
-
 import msgspec
 
-import tokenmill.errors
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.encoding import ErrorInfo as ErrorInfo
+from tokenmill.contracts.encoding import describe as describe
+from tokenmill.contracts.encoding import plain
+from tokenmill.contracts.encoding import rebuild as rebuild
 from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
-from tokenmill.errors import EngineDeadError, InvalidRequestError, TokenmillError
+from tokenmill.errors import InvalidRequestError
 
 
 class Setup(msgspec.Struct, array_like=True, tag=0):
@@ -83,15 +83,6 @@ class LoadProgress(msgspec.Struct, array_like=True, tag=1):
     total: int
 
 
-class ErrorInfo(msgspec.Struct, array_like=True):
-    """One of our exceptions, on its way to another process."""
-
-    kind: str
-    """Its class in `errors.py`; others count as `EngineDeadError`."""
-    message: str
-    parameter: str | None = None
-
-
 class StartupFailure(msgspec.Struct, array_like=True, tag=2):
     """The core could not be built; its process ends."""
 
@@ -142,18 +133,7 @@ FromCore = (
 )
 
 
-def _plain(value: Any) -> Any:
-    """What msgspec knows no encoding for: read-only mappings in a model's config, and classes of
-    logits processors, which the other process finds by name.
-    """
-    if isinstance(value, MappingProxyType):
-        return dict(value)
-    if isinstance(value, type):
-        return f"{value.__module__}:{value.__qualname__}"
-    raise NotImplementedError(f"a {type(value).__name__} cannot be sent to another process")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 _to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
 _from_core: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
 
@@ -179,23 +159,6 @@ def decode_to_core(data: bytes) -> ToCore:
 def decode_from_core(data: bytes) -> FromCore:
     """The message that the core has sent."""
     return _from_core.decode(data)
-
-
-def describe(error: BaseException) -> ErrorInfo:
-    """An exception in a form that can be sent."""
-    if not isinstance(error, TokenmillError):
-        return ErrorInfo(EngineDeadError.__name__, f"{type(error).__name__}: {error}")
-    return ErrorInfo(type(error).__name__, str(error), getattr(error, "parameter", None))
-
-
-def rebuild(info: ErrorInfo) -> TokenmillError:
-    """The exception that `describe` took apart."""
-    kind = getattr(tokenmill.errors, info.kind, None)
-    if not (isinstance(kind, type) and issubclass(kind, TokenmillError)):
-        return EngineDeadError(info.message)
-    if issubclass(kind, InvalidRequestError):
-        return kind(info.message, parameter=info.parameter)
-    return kind(info.message)
 
 
 def core_request(request: EngineCoreRequest) -> EngineCoreRequest:

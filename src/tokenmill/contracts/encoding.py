@@ -1,0 +1,48 @@
+"""How what msgspec knows nothing of is sent to another process: exceptions, classes, mappings."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+import tokenmill.errors
+from tokenmill.errors import EngineDeadError, InvalidRequestError, TokenmillError
+
+
+class ErrorInfo(msgspec.Struct, array_like=True):
+    """One of our exceptions, on its way to another process."""
+
+    kind: str
+    """Its class in `errors.py`; others count as `EngineDeadError`."""
+    message: str
+    parameter: str | None = None
+
+
+def describe(error: BaseException) -> ErrorInfo:
+    """An exception in a form that can be sent."""
+    if not isinstance(error, TokenmillError):
+        return ErrorInfo(EngineDeadError.__name__, f"{type(error).__name__}: {error}")
+    return ErrorInfo(type(error).__name__, str(error), getattr(error, "parameter", None))
+
+
+def rebuild(info: ErrorInfo) -> TokenmillError:
+    """The exception that `describe` took apart."""
+    kind = getattr(tokenmill.errors, info.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, TokenmillError)):
+        return EngineDeadError(info.message)
+    if issubclass(kind, InvalidRequestError):
+        return kind(info.message, parameter=info.parameter)
+    return kind(info.message)
+
+
+def plain(value: Any) -> Any:
+    """What msgspec knows no encoding for: read-only mappings in a model's config, and classes of
+    logits processors, which the other process finds by name.
+    """
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    if isinstance(value, type):
+        return f"{value.__module__}:{value.__qualname__}"
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent to another process")
