@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tokenmill.checkpoint.nested_config import DECODER_ARCHITECTURE
 from tokenmill.config.parameters import number, positive_int, standard_names
 from tokenmill.errors import ConfigError, shown
 
@@ -107,7 +108,8 @@ def _num_layers(hf_config: Mapping[str, Any]) -> int:
 
 def _rule_of(hf_config: Mapping[str, Any], architecture: str | None) -> _Rule:
     if architecture is None:
-        architecture = str((hf_config.get("architectures") or [""])[0])
+        whole = (hf_config.get("architectures") or [""])[0]
+        architecture = str(hf_config.get(DECODER_ARCHITECTURE, whole))
     return next(
         (rule for start, rule in _RULES.items() if architecture.startswith(start)), _EVERY_LAYER
     )

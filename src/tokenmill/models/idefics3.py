@@ -15,6 +15,7 @@ from tokenmill.config.parameters import positive_int
 from tokenmill.errors import ConfigError
 from tokenmill.models.vision.blocks import TowerParts
 from tokenmill.models.vision.clip import VisionTransformer
+from tokenmill.models.vision.pixels import pixel_values
 from tokenmill.models.vision_language import VisionLanguageModel
 
 
@@ -51,8 +52,8 @@ class Idefics3ForConditionalGeneration(VisionLanguageModel):
             )
 
     def embed_image(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Of `pixel_values`, float32 [tiles, channels, height, width]; tile by tile."""
-        tiles = inputs["pixel_values"]
+        """Of tiles of one size, in their order."""
+        tiles = pixel_values(inputs)
         columns = tiles.shape[-1] // self.vision_model.config.patch_size
         # Memory holds the activations of one tile.
         embedded = [self.connector(self.vision_model(tile), columns) for tile in tiles]

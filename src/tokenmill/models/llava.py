@@ -14,6 +14,7 @@ from tokenmill.config.parameters import positive_int
 from tokenmill.errors import ConfigError, shown
 from tokenmill.models.vision.blocks import TowerMLP, TowerParts
 from tokenmill.models.vision.clip import VisionTransformer
+from tokenmill.models.vision.pixels import pixel_values
 from tokenmill.models.vision_language import VisionLanguageModel
 
 TOWERS = ("clip_vision_model", "siglip_vision_model")
@@ -45,8 +46,9 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
         self.dtype = parts.dtype
 
     def embed_image(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Of `pixel_values`, float32 [channels, height, width], of the tower's size."""
-        states = self.vision_tower(inputs["pixel_values"])[int(self.drops_first) :]
+        """Of one image of the tower's size."""
+        (image,) = pixel_values(inputs)
+        states = self.vision_tower(image)[int(self.drops_first) :]
         return self.multi_modal_projector(states.to(self.dtype))  # type: ignore[no-any-return]
 
     @property

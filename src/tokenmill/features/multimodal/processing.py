@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-IMAGE_PROCESSORS: dict[str, str] = {}
+IMAGE_PROCESSORS: dict[str, str] = {
+    "LlavaForConditionalGeneration": "llava:LlavaImageProcessor",
+    "Idefics3ForConditionalGeneration": "idefics3:Idefics3ImageProcessor",
+    "SmolVLMForConditionalGeneration": "idefics3:Idefics3ImageProcessor",
+}
 """Architecture, as a config.json names it -> module of `processors`, and class."""
 
 

@@ -1,0 +1,160 @@
+"""The families that take images, each with a small config: what the tests of images run over, and
+what `docs/models.md` lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCAB_SIZE = 420
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Heads of 64 values, so that the native kernels serve them."""
+
+_TOWER: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": 30,
+    "patch_size": 7,
+    "initializer_range": 0.15,
+}
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """One architecture, and how it is tested."""
+
+    name: str
+    models: str
+    """What people call the models."""
+    architecture: str
+    """As `architectures` of a config.json names it."""
+    config_class: str
+    """Of transformers."""
+    tower: Mapping[str, Any]
+    """The `vision_config`; `model_type` included."""
+    decoder: Mapping[str, Any]
+    """The `text_config` beyond `TEXT`."""
+    more: Mapping[str, Any]
+    """What the config has beside both, `IMAGE_TOKEN` for its token of images."""
+    processor: str
+    """Module and class of transformers' image processor on numpy and pillow."""
+    preprocessor: Mapping[str, Any]
+    """Its settings."""
+    special_tokens: tuple[str, ...]
+    """Beyond those of the tiny tokenizer; the first is the image's."""
+    images: str
+    """What an image becomes, in the words of the page."""
+    decoders: str
+    """Families that may stand beside the tower."""
+    not_supported: str = ""
+    aliases: tuple[str, ...] = field(default=())
+    """Other architectures that are the same."""
+
+
+IMAGE_TOKEN = "image token"
+"""Stands in `more` for the id that the vocabulary gives to the image's token."""
+
+VISION_FAMILIES = [
+    VisionFamily(
+        name="llava",
+        models="LLaVA 1.5, and others with its architecture",
+        architecture="LlavaForConditionalGeneration",
+        config_class="LlavaConfig",
+        tower={**_TOWER, "model_type": "clip_vision_model"},
+        decoder={"model_type": "llama"},
+        more={"image_token_index": IMAGE_TOKEN},
+        processor="clip.image_processing_pil_clip:CLIPImageProcessorPil",
+        preprocessor={
+            "size": {"shortest_edge": 30},
+            "crop_size": {"height": 30, "width": 30},
+        },
+        special_tokens=("<image>",),
+        images="a square of the tower's size (CLIP: cut from the middle; SigLIP: squeezed)",
+        decoders="Llama, Mistral, Qwen2, Qwen3",
+        not_supported="LLaVA-NeXT, LLaVA-OneVision, video",
+    ),
+    VisionFamily(
+        name="llava-siglip",
+        models="",
+        architecture="LlavaForConditionalGeneration",
+        config_class="LlavaConfig",
+        tower={**_TOWER, "model_type": "siglip_vision_model"},
+        decoder={
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "max_window_layers": 1,
+        },
+        more={
+            "image_token_index": IMAGE_TOKEN,
+            "vision_feature_layer": [-2, 1, -1],
+            "vision_feature_select_strategy": "full",
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "silu",
+        },
+        processor="siglip.image_processing_pil_siglip:SiglipImageProcessorPil",
+        preprocessor={"size": {"height": 30, "width": 30}},
+        special_tokens=("<image>",),
+        images="",
+        decoders="",
+    ),
+    VisionFamily(
+        name="smolvlm",
+        models="SmolVLM, SmolVLM2 (images)",
+        architecture="SmolVLMForConditionalGeneration",
+        config_class="SmolVLMConfig",
+        tower={**_TOWER, "image_size": 28},
+        decoder={"model_type": "llama"},
+        more={"image_token_id": IMAGE_TOKEN, "scale_factor": 2},
+        processor="smolvlm.image_processing_pil_smolvlm:SmolVLMImageProcessorPil",
+        preprocessor={
+            "size": {"longest_edge": 56},
+            "max_image_size": {"longest_edge": 28},
+        },
+        special_tokens=(
+            "<image>",
+            "<fake_token_around_image>",
+            "<global-img>",
+            *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+        ),
+        images="tiles beside the whole image, as many as its size and shape ask for",
+        decoders="Llama (SmolLM2)",
+        not_supported="video",
+    ),
+    VisionFamily(
+        name="idefics3",
+        models="Idefics3 8B",
+        architecture="Idefics3ForConditionalGeneration",
+        config_class="Idefics3Config",
+        # A tower whose positions are not those of tiles, and a vocabulary that spells their marks.
+        tower={**_TOWER, "image_size": 42},
+        decoder={"model_type": "llama", "tie_word_embeddings": True},
+        more={"image_token_id": IMAGE_TOKEN, "scale_factor": 2, "tie_word_embeddings": True},
+        processor="idefics3.image_processing_pil_idefics3:Idefics3ImageProcessorPil",
+        preprocessor={
+            "size": {"longest_edge": 56},
+            "max_image_size": {"longest_edge": 28},
+        },
+        special_tokens=("<image>", "<fake_token_around_image>"),
+        images="as SmolVLM",
+        decoders="Llama",
+    ),
+]
+"""In the order of the page; those without `models` are variants of the one above."""

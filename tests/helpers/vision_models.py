@@ -1,0 +1,138 @@
+"""The families' small models, as transformers saves them, with processor and tokenizer."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from helpers.models import model_config
+from helpers.tiny_text import EOS, tiny_tokenizer
+from helpers.vision_families import IMAGE_TOKEN, TEXT, VISION_FAMILIES, VisionFamily
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.features.multimodal.processing import (
+    ImageProcessor,
+    ProcessedImage,
+    ProcessorFiles,
+    make_image_processor,
+)
+from tokenmill.layers.kernels import LayerKernels
+from tokenmill.models.base import SupportsMultiModal
+from tokenmill.models.loader import load_model
+
+PROMPT = "The quick brown fox"
+
+
+def family_of(name: str) -> VisionFamily:
+    (found,) = (each for each in VISION_FAMILIES if each.name == name)
+    return found
+
+
+@functools.cache
+def tokenizer_of(name: str) -> Any:
+    """The tiny tokenizer with the family's own tokens."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens(list(family_of(name).special_tokens))
+    return tokenizer
+
+
+@functools.cache
+def reference(name: str) -> Any:
+    """transformers' model with random weights everywhere, biases and norms included."""
+    family = family_of(name)
+    image_token_id = tokenizer_of(name).token_to_id(family.special_tokens[0])
+    more = {
+        key: image_token_id if value == IMAGE_TOKEN else value for key, value in family.more.items()
+    }
+    config = getattr(transformers, family.config_class)(
+        vision_config=dict(family.tower), text_config={**TEXT, **family.decoder}, **more
+    )
+    torch.manual_seed(3)
+    model = getattr(transformers, family.architecture)(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or parameter_name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.15)
+    return model
+
+
+def reference_processor(name: str) -> Any:
+    """transformers' image processor."""
+    family = family_of(name)
+    module, _, class_name = family.processor.partition(":")
+    found = importlib.import_module(f"transformers.models.{module}")
+    return getattr(found, class_name)(**family.preprocessor)
+
+
+@functools.cache
+def saved(name: str) -> Path:
+    """The directory of a family's model, as transformers writes it."""
+    path = Path(tempfile.mkdtemp(prefix="tokenmill-vision-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    reference(name).save_pretrained(path)
+    reference_processor(name).save_pretrained(path)
+    tokenizer_of(name).save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    return path
+
+
+def files_of(name: str, **preprocessor: Any) -> ProcessorFiles:
+    """What a front end reads from the directory; `preprocessor` is laid over its settings."""
+    path, tokenizer = saved(name), tokenizer_of(name)
+    settings = json.loads((path / "preprocessor_config.json").read_text())
+    return ProcessorFiles(
+        hf_config=open_checkpoint(path).config,
+        preprocessor_config={**settings, **preprocessor},
+        processor_config={},
+        token_id=tokenizer.token_to_id,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+    )
+
+
+def processor_of(name: str, **preprocessor: Any) -> ImageProcessor:
+    """Ours."""
+    return make_image_processor(family_of(name).architecture, files_of(name, **preprocessor))
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Coloured noise over a slope: every pixel matters."""
+    generator = np.random.default_rng(seed)
+    slope = np.linspace(0, 128, width)[None, :, None]
+    noise = generator.integers(0, 128, (height, width, 3))
+    return Image.fromarray((slope + noise).astype(np.uint8))
+
+
+def tensors(processed: ProcessedImage) -> dict[str, torch.Tensor]:
+    """Inputs as the worker hands them to a model."""
+    return {name: torch.from_numpy(array) for name, array in processed.inputs.items()}
+
+
+def load(
+    path: Path, dtype: str = "float32", kernels: LayerKernels | None = None
+) -> SupportsMultiModal:
+    """The model of a directory, on our code."""
+    checkpoint = open_checkpoint(path)
+    model = load_model(model_config(checkpoint.config, dtype), checkpoint, kernels=kernels)
+    assert isinstance(model, SupportsMultiModal)
+    return model
+
+
+@torch.inference_mode()
+def reference_embeddings(name: str, image: Image.Image, **options: Any) -> torch.Tensor:
+    """transformers' embeddings of an image, by its own processor: [n, hidden_size]."""
+    inputs = reference_processor(name)(image, return_tensors="pt", **options)
+    inputs.pop("pixel_attention_mask", None)
+    (found,) = reference(name).get_image_features(**inputs).pooler_output
+    return found

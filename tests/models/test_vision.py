@@ -1,0 +1,178 @@
+"""Towers on small random weights: transformers' embeddings, under any names of tensors, and the
+same bits however they are computed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.models import PagedRun
+from helpers.vision_families import VISION_FAMILIES, VisionFamily
+from helpers.vision_models import (
+    load,
+    picture,
+    processor_of,
+    reference,
+    reference_embeddings,
+    saved,
+    tensors,
+)
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.errors import CheckpointError, ConfigError
+from tokenmill.layers.plain import PlainKernels
+from tokenmill.models.loader import tensor_shapes, weight_slots
+
+over_families = pytest.mark.parametrize("family", VISION_FAMILIES, ids=lambda family: family.name)
+SIZES = [(64, 48), (20, 31)]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@over_families
+def test_embeddings_equal_transformers(family: VisionFamily, kernels: str) -> None:
+    model = load(saved(family.name), kernels=PlainKernels() if kernels == "torch" else None)
+    processor = processor_of(family.name)
+    for width, height in SIZES:
+        image = picture(width, height)
+        processed = processor.process(image, {})
+        with torch.inference_mode():
+            found = model.encode("image", tensors(processed))
+        wanted = reference_embeddings(family.name, image)
+        assert len(found) == sum(count for _, count in processed.embed_spans)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@over_families
+def test_the_same_bits_again_and_with_other_threads(family: VisionFamily, dtype: str) -> None:
+    model = load(saved(family.name), dtype)
+    processor = processor_of(family.name)
+    first, other = (tensors(processor.process(picture(*size), {})) for size in SIZES)
+    threads = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            alone = model.encode("image", first)
+            model.encode("image", other)
+            torch.set_num_threads(3)
+            again = model.encode("image", first)
+            embedding = model.embed_input_ids(torch.tensor([3], dtype=torch.int32))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone, again)
+    assert alone.dtype == embedding.dtype
+
+
+@over_families
+def test_text_alone_runs_as_on_the_decoder(family: VisionFamily) -> None:
+    model = load(saved(family.name))
+    ids = [5, 17, 200, 33, 90, 41, 7] * 9
+    with torch.inference_mode():
+        wanted = reference(family.name)(torch.tensor([ids])).logits[0]
+        found = model.compute_logits(PagedRun(model, "float32").prefill("a", ids, chunk=20))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+@over_families
+def test_other_names_of_tensors(family: VisionFamily, tmp_path: Path) -> None:
+    """Hubs have files from before and after the decoder got a name of its own in the library."""
+    source = saved(family.name)
+    state = reference(family.name).state_dict()
+    renamed = tmp_path / "new"
+    shutil.copytree(source, renamed)
+    tied = not (source / "model.safetensors").read_bytes().count(b"lm_head")
+    save_file(
+        {
+            name: tensor.contiguous()
+            for name, tensor in state.items()
+            if not (tied and name.startswith("lm_head"))
+        },
+        renamed / "model.safetensors",
+    )
+    old = tmp_path / "old"
+    shutil.copytree(source, old)
+    save_file(
+        {
+            name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+            for name, tensor in load_file(source / "model.safetensors").items()
+        },
+        old / "model.safetensors",
+    )
+    inputs = tensors(processor_of(family.name).process(picture(40, 30), {}))
+    with torch.inference_mode():
+        wanted = load(source).encode("image", inputs)
+        for path in (renamed, old):
+            assert torch.equal(load(path).encode("image", inputs), wanted)
+            assert set(open_checkpoint(path).tensor_shapes) == set(
+                open_checkpoint(source).tensor_shapes
+            )
+
+
+@over_families
+def test_shapes_without_weights(family: VisionFamily) -> None:
+    checkpoint = open_checkpoint(saved(family.name))
+    shapes = tensor_shapes(checkpoint.config)
+    assert all(checkpoint.tensor_shapes[name] == shape for name, shape in shapes.items())
+    assert set(shapes) == {slot.name for slot in weight_slots(load(saved(family.name)))}
+
+
+def edited(tmp_path: Path, name: str, **changes: object) -> Path:
+    """A copy of a model whose config.json says something else."""
+    shutil.copytree(saved(name), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, value in changes.items():
+        config[key] = {**config[key], **value} if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llava", {"vision_feature_layer": 7}, r"vision_feature_layer=7 .* from -4 to 3"),
+        ("llava", {"vision_feature_layer": []}, "must be one or several"),
+        ("llava", {"vision_feature_select_strategy": "cls"}, "'cls' is not supported"),
+        ("llava", {"projector_hidden_act": "mish"}, "projector_hidden_act='mish'"),
+        ("llava", {"vision_config": {"model_type": "idefics3"}}, "LLaVA is not supported with"),
+        ("smolvlm", {"scale_factor": 3}, "not a multiple of scale_factor=3"),
+        ("smolvlm", {"vision_config": {"num_attention_heads": 5}}, "5 heads, which do not divide"),
+    ],
+)
+def test_configs_that_cannot_work(
+    name: str, changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(edited(tmp_path, name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": {"model_type": "olmo2"}}, "text_config has model_type='olmo2'"),
+        ({"vision_config": {"model_type": "pixtral"}}, "vision_config has model_type='pixtral'"),
+        ({"text_config": [1]}, r"text_config is \[1\], but must be an object"),
+    ],
+)
+def test_parts_that_are_not_known(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(edited(tmp_path, "llava", **changes))
+
+
+def test_what_a_config_leaves_out_is_the_library_s_default(tmp_path: Path) -> None:
+    path = edited(tmp_path, "llava")
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "image_token_index": 32000,
+        "text_config": {"model_type": "llama", "vocab_size": 32064},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    found = open_checkpoint(path).config
+    assert found["vocab_size"] == 32064
+    assert (found["hidden_size"], found["num_hidden_layers"]) == (4096, 32)
+    assert found["vision_config"]["image_size"] == 336
+    assert found["image_token_id"] == 32000
+    assert found["decoder_architecture"] == "LlamaForCausalLM"

@@ -1,0 +1,213 @@
+"""Our processors against transformers' own on numpy and pillow: the same pixels, bit by bit, and
+the same run of tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.vision_families import VISION_FAMILIES, VisionFamily
+from helpers.vision_models import (
+    family_of,
+    files_of,
+    picture,
+    processor_of,
+    reference,
+    reference_processor,
+    tokenizer_of,
+)
+from tokenmill.errors import ConfigError, InvalidRequestError
+from tokenmill.features.multimodal.processing import make_image_processor, takes_images
+
+SIZES = [(64, 48), (48, 64), (30, 30), (33, 97), (300, 20), (7, 5), (131, 77), (1, 1)]
+
+over_families = pytest.mark.parametrize("family", VISION_FAMILIES, ids=lambda family: family.name)
+over_tiled = pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
+
+
+def pixels_of(inputs: dict[str, np.ndarray]) -> np.ndarray:
+    """What the model makes of the bytes: float32 [images, 3, height, width]."""
+    levels, values = inputs["pixels"], inputs["channel_values"]
+    return np.stack([values[channel][levels[..., channel]] for channel in range(3)], axis=1)
+
+
+@over_families
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_pixels_are_transformers(family: VisionFamily, size: tuple[int, int]) -> None:
+    image = picture(*size)
+    wanted = reference_processor(family.name)(image, return_tensors="np")["pixel_values"]
+    processor = processor_of(family.name)
+    processed = processor.process(image, {})
+    np.testing.assert_array_equal(
+        pixels_of(processed.inputs), wanted.reshape(-1, *wanted.shape[-3:])
+    )
+    assert len(processed.token_ids) == processor.num_tokens(*size, {})
+    assert all(array.flags.c_contiguous for array in processed.inputs.values())
+    assert processed.inputs["pixels"].dtype == np.uint8
+
+
+@over_families
+def test_the_image_s_token(family: VisionFamily) -> None:
+    processor = processor_of(family.name)
+    assert takes_images(family.architecture)
+    assert processor.mark_token_id == reference(family.name).config.image_token_id
+    assert processor.mark_token_id == tokenizer_of(family.name).token_to_id(processor.mark_token)
+    assert processor.mark_text.count(processor.mark_token) == 1
+    processed = processor.process(picture(40, 30), {})
+    for start, count in processed.embed_spans:
+        assert set(processed.token_ids[start : start + count]) == {processor.mark_token_id}
+
+
+@over_tiled
+@pytest.mark.parametrize("options", [{}, {"do_image_splitting": False}], ids=str)
+@pytest.mark.parametrize("size", SIZES[:-1], ids=str)
+def test_tiles_and_the_tokens_between_them(
+    name: str, size: tuple[int, int], options: dict[str, Any]
+) -> None:
+    """The text that transformers writes for an image, by the same tokenizer."""
+    image = picture(*size)
+    theirs = reference_processor(name)(
+        image, return_tensors="np", return_row_col_info=True, **options
+    )
+    processed = processor_of(name).process(image, options)
+    module = importlib.import_module("transformers.models.smolvlm.processing_smolvlm")
+    text = module.get_image_prompt_string(
+        theirs["rows"][0][0],
+        theirs["cols"][0][0],
+        image_seq_len=4,
+        fake_token_around_image="<fake_token_around_image>",
+        image_token="<image>",
+        global_image_token="<global-img>",
+    )
+    assert processed.token_ids == tokenizer_of(name).encode(text).ids
+    np.testing.assert_array_equal(pixels_of(processed.inputs), theirs["pixel_values"][0])
+    mark = processor_of(name).mark_token_id
+    found = [i for span in processed.embed_spans for i in range(span[0], sum(span))]
+    assert found == [i for i, each in enumerate(processed.token_ids) if each == mark]
+
+
+def test_a_size_of_a_request() -> None:
+    processor = processor_of("smolvlm")
+    image = picture(64, 48)
+    small = {"size": {"longest_edge": 28}}
+    wanted = reference_processor("smolvlm")(image, return_tensors="np", **small)
+    np.testing.assert_array_equal(
+        pixels_of(processor.process(image, small).inputs), wanted["pixel_values"][0]
+    )
+    assert processor.num_tokens(64, 48, small) < processor.num_tokens(64, 48, {})
+
+
+@pytest.mark.parametrize(
+    ("class_name", "kind", "settings"),
+    [
+        ("clip.image_processing_pil_clip:CLIPImageProcessorPil", "clip", {"size": 41}),
+        (
+            "clip.image_processing_pil_clip:CLIPImageProcessorPil",
+            "clip",
+            {"size": {"height": 36, "width": 33}, "resample": 2, "image_std": [0.5, 0.4, 0.3]},
+        ),
+        (
+            "clip.image_processing_pil_clip:CLIPImageProcessorPil",
+            "clip",
+            {"size": {"shortest_edge": 21}, "do_normalize": False},  # smaller than the middle
+        ),
+        (
+            "llava.image_processing_pil_llava:LlavaImageProcessorPil",
+            "clip",
+            {"size": {"shortest_edge": 30}, "do_pad": True, "rescale_factor": 0.002},
+        ),
+        (
+            "siglip.image_processing_pil_siglip:SiglipImageProcessorPil",
+            "siglip",
+            {"size": {"height": 30, "width": 30}, "do_rescale": False},
+        ),
+    ],
+)
+def test_other_settings_of_llava(class_name: str, kind: str, settings: dict[str, Any]) -> None:
+    module, _, name = class_name.partition(":")
+    found = importlib.import_module(f"transformers.models.{module}")
+    crop = {"crop_size": {"height": 30, "width": 30}} if kind == "clip" else {}
+    theirs = getattr(found, name)(**settings, **crop)
+    ours = processor_of(
+        "llava" if kind == "clip" else "llava-siglip",
+        **{**theirs.to_dict(), **settings, **crop, "image_processor_type": name},
+    )
+    for size in SIZES:
+        image = picture(*size)
+        wanted = theirs(image, return_tensors="np")["pixel_values"]
+        np.testing.assert_allclose(
+            pixels_of(ours.process(image, {}).inputs), wanted, atol=1e-6, rtol=1e-6
+        )
+
+
+@over_families
+def test_a_directory_without_settings_goes_by_the_tower(family: VisionFamily) -> None:
+    files = files_of(family.name)
+    bare = type(files)(files.hf_config, {}, {}, files.token_id, files.encode)
+    processor = make_image_processor(family.architecture, bare)
+    processed = processor.process(picture(64, 48), {})
+    assert sum(count for _, count in processed.embed_spans) > 0
+
+
+@over_families
+def test_what_is_refused(family: VisionFamily) -> None:
+    processor = processor_of(family.name)
+    with pytest.raises(InvalidRequestError, match="unknown option 'do_image_spliting'"):
+        processor.num_tokens(30, 30, {"do_image_spliting": True})
+    for refused in (lambda: processor.num_tokens(1000, 4, {}), narrow_image(processor)):
+        with pytest.raises(InvalidRequestError, match="at most 200 times as long"):
+            refused()
+
+
+def narrow_image(processor: Any) -> Any:
+    return lambda: processor.process(picture(3, 700), {})
+
+
+@over_tiled
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_image_splitting": 1}, "do_image_splitting is 1, but must be true or false"),
+        ({"size": 512}, "size is 512, but must be an object"),
+        ({"size": {"longest_edge": 5000}}, "at most 4096"),
+        ({"size": {"longest_edge": 0}}, "longest_edge"),
+        ({"size": {"height": 56, "width": 56}}, "longest_edge"),
+    ],
+)
+def test_options_that_cannot_be(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        processor_of(name).process(picture(30, 30), options)
+    assert caught.value.parameter == "mm_processor_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llava", {"crop_size": 28}, "makes images of 28 x 28 pixels .* tower takes 30 x 30"),
+        ("llava", {"do_resize": False}, "tower takes 30 x 30"),
+        ("llava", {"do_center_crop": False}, "tower takes 30 x 30"),
+        ("llava", {"size": {"longest_edge": 30}}, "size is"),
+        ("llava", {"image_mean": [0.5, 0.5]}, "image_mean is .* a list of 3"),
+        ("llava", {"image_std": 0}, "image_std must not be 0"),
+        ("llava", {"rescale_factor": "1/255"}, "rescale_factor is '1/255'"),
+        ("llava", {"resample": 9}, "resample is 9"),
+        ("llava-siglip", {"size": {"height": 28, "width": 28}}, "images of 28 x 28"),
+        ("smolvlm", {"max_image_size": {"longest_edge": 21}}, "max_image_size=21 makes 3 patches"),
+    ],
+)
+def test_settings_that_cannot_be(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        processor_of(name, **settings)
+
+
+def test_a_vocabulary_without_the_mark() -> None:
+    files = files_of("smolvlm")
+    bare = type(files)(
+        files.hf_config, files.preprocessor_config, {}, lambda token: None, files.encode
+    )
+    with pytest.raises(ConfigError, match="no token '<fake_token_around_image>'"):
+        make_image_processor(family_of("smolvlm").architecture, bare)
