@@ -118,6 +118,16 @@ _RENAMED = (
 """Beginnings of names, and what they become; the first that fits."""
 
 
+_TOWERS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.")
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a tensor or a module, by the names of this file, is no part of the decoder: it keeps
+    its format where weights are quantised, and adapters do not change it.
+    """
+    return name.startswith(_TOWERS)
+
+
 def has_vision_tower(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is one of the models of this file."""
     architectures = config.get("architectures")

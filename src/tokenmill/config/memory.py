@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX
+from tokenmill.checkpoint.nested_config import is_of_tower
 from tokenmill.config.dtypes import DTYPE_BYTES, kv_head_bytes
 from tokenmill.config.engine_config import EngineConfig, LoRAConfig, MemoryLedger
 from tokenmill.config.machine import Machine
@@ -115,7 +116,7 @@ class Weights:
     def _quantization_of(self, name: str) -> str | None:
         shape = self.shapes[name]
         is_fused = len(shape) == 3 and _FUSED_EXPERTS in name
-        if self.quantization is None or not (len(shape) == 2 or is_fused):
+        if self.quantization is None or is_of_tower(name) or not (len(shape) == 2 or is_fused):
             return None
         is_kept = name.startswith(_VOCABULARIES) or name.endswith(_ROUTERS)
         if not self.keeps_blocks:
@@ -164,6 +165,7 @@ def slot_bytes(lora: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]) -> int:
 def _may_be_adapted(name: list[str], target_modules: tuple[str, ...]) -> bool:
     """Whether a tensor is the matrix of a layer, and of no expert."""
     is_in_layer = any(part.isdigit() for part in name) and "experts" not in name
+    is_in_layer = is_in_layer and not is_of_tower(".".join(name))
     return is_in_layer and (not target_modules or not set(target_modules).isdisjoint(name))
 
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 
+from tokenmill.checkpoint.nested_config import VISION_ARCHITECTURES
 from tokenmill.config.parameters import one_of
 from tokenmill.errors import ConfigError, did_you_mean
 
@@ -62,6 +63,11 @@ def choose_implementation(model_impl: str, architecture: str) -> str:
     Raises `ConfigError` for another `model_impl`, and where the code is not there.
     """
     one_of("model_impl", model_impl, IMPLEMENTATIONS)
+    if model_impl == TRANSFORMERS and architecture in VISION_ARCHITECTURES:
+        raise ConfigError(
+            f"model_impl='transformers' serves no models that take images, and {architecture!r} is"
+            f" one; leave it out."
+        )
     if model_impl == NATIVE or (model_impl == "auto" and has_native_family(architecture)):
         _find(architecture)
         return NATIVE

@@ -14,6 +14,7 @@ import msgspec
 
 from tokenmill.checkpoint.checkpoint import Checkpoint, RawTensor
 from tokenmill.checkpoint.hf_directory import CONFIG, HFDirectory
+from tokenmill.checkpoint.nested_config import is_of_tower
 from tokenmill.checkpoint.packed_directory import (
     ALIGNMENT,
     LAYOUT_VERSION,
@@ -171,7 +172,8 @@ def _block_type(name: str, shape: tuple[int, ...], format_: Quantization) -> Qua
         return None
     if name.endswith(_EIGHT_BITS):
         return QUANTIZED_TYPES["int8"]
-    return None if any(part in name for part in _KEPT) else QUANTIZED_TYPES[format_]
+    is_kept = is_of_tower(name) or any(part in name for part in _KEPT)
+    return None if is_kept else QUANTIZED_TYPES[format_]
 
 
 def _write(

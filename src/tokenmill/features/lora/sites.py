@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tokenmill.checkpoint.nested_config import is_of_tower
 from tokenmill.layers.linear import Linear
 
 
@@ -40,14 +41,15 @@ class Place:
 
 
 def find_sites(model: object, target_modules: Iterable[str] = ()) -> list[Site]:
-    """Every linear layer inside of the model's numbered layers, in their order.
+    """Every linear layer inside of the decoder's numbered layers, in their order.
 
     With `target_modules`, only those with a projection whose name ends in one of these.
     """
     assert isinstance(model, nn.Module)
     wanted, sites = set(target_modules), []
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and any(part.isdigit() for part in name.split(".")):
+        is_in_layer = any(part.isdigit() for part in name.split(".")) and not is_of_tower(name)
+        if isinstance(module, Linear) and is_in_layer:
             site = _site(name, module)
             if not wanted or any(_last(each) in wanted for each in site.modules):
                 sites.append(site)
