@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import itertools
 import math
 import tempfile
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from helpers.tiny_text import write_tokenizer
@@ -47,6 +49,8 @@ class Script:
     error: str | None = None
     step_seconds: float = 0.0
     first_step_seconds: float = 0.0
+    gates: dict[int, threading.Event] = field(default_factory=dict)
+    """A step, counted from 0, waits for its event, where it has one."""
 
 
 Author = Callable[[list[int], SamplingParams], Script]
@@ -117,6 +121,7 @@ class FakeEngine:
         self.calls = []
         self.adapters = AdapterRegistry(is_enabled=self.config.lora is not None)
         self.adapters_asked = []
+        self.ranks_asked = []
         self.running = set()
         self.num_aborted = 0
         self.num_output_tokens = 0
@@ -138,8 +143,10 @@ class FakeEngine:
         stream=True,
         delta=False,
         adapter=None,
+        data_parallel_rank=None,
     ):
         self.adapters_asked.append(adapter)
+        self.ranks_asked.append(data_parallel_rank)
         if self.is_draining:
             raise EngineDrainingError("the engine takes no more requests.")
         kind = RequestOutputKind.FINAL_ONLY
@@ -176,11 +183,11 @@ class FakeEngine:
             for child in source.children
         ]
         running = scripts
-        first = True
-        while running:
+        for number in itertools.count():
             script = running[0].script
-            await asyncio.sleep(script.first_step_seconds if first else script.step_seconds)
-            first = False
+            await asyncio.sleep(script.step_seconds if number else script.first_step_seconds)
+            while number in script.gates and not script.gates[number].is_set():
+                await asyncio.sleep(0.002)
             step = EngineCoreOutputs([sequence.step(source) for sequence in running])
             self.num_output_tokens += sum(len(each.new_token_ids) for each in step.outputs)
             outputs, stopped = self._output.process_outputs(step)
@@ -191,6 +198,8 @@ class FakeEngine:
                 for sequence in running
                 if not sequence.finished and sequence.request.request_id not in stopped
             ]
+            if not running:
+                return
 
     async def abort(self, request_id):
         self._output.abort([request_id])

@@ -36,6 +36,7 @@ class PoolingEngine(FakeEngine):
         stream=True,
         delta=False,
         adapter=None,
+        data_parallel_rank=None,
     ):
         if cache_salt is not None:
             parsed = parse_prompt(prompt)

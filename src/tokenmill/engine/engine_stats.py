@@ -44,6 +44,8 @@ class EngineStats(SchedulerStats, array_like=True, omit_defaults=True):
     """Names of adapters that have brought tokens for an unfinished request."""
     waiting_adapters: list[str] = []
     """Names of adapters with unfinished requests, none of which has a token yet."""
+    is_healthy: bool = True
+    """Of one core among several: whether it lives and gets on."""
     replicas: list[EngineStats] = []
     """Each core in numbers, where there are several; the others are then their sums."""
 

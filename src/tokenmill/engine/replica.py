@@ -80,7 +80,9 @@ class Replica:
 
     def snapshot(self) -> EngineStats:
         """The core in numbers."""
-        return self.stats.snapshot(len(self.roster))
+        stats = self.stats.snapshot(len(self.roster))
+        stats.is_healthy = self.supervisor.is_healthy
+        return stats
 
     def submit_due(self) -> None:
         """Send the core what it is to have now."""

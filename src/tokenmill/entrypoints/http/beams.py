@@ -78,6 +78,7 @@ async def beam_outputs(
     cache_salt: str | None,
     adapter: AdapterRef | None,
     deadline: float | None,
+    data_parallel_rank: int | None,
 ) -> AsyncGenerator[RequestOutput, None]:
     """The final output of a search, as `Engine.generate` gives that of a request."""
     engine = state.engine
@@ -97,6 +98,7 @@ async def beam_outputs(
             deadline=left,
             stream=False,
             adapter=adapter,
+            data_parallel_rank=data_parallel_rank,
         )
         async with aclosing(answers) as outputs:  # type: ignore[type-var]
             async for output in outputs:

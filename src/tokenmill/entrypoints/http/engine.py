@@ -40,6 +40,7 @@ class Engine(Protocol):
         stream: bool = True,
         delta: bool = False,
         adapter: AdapterRef | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncIterator[RequestOutput]: ...
 
     async def load_adapter(self, request: LoRARequest) -> KnownAdapter: ...

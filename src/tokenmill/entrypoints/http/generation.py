@@ -143,6 +143,7 @@ class Generation:
                 cache_salt=self.cache_salt,
                 adapter=self.adapter,
                 deadline=self.deadline,
+                data_parallel_rank=self.record.data_parallel_rank,
             )
         return self.state.engine.generate(
             prompt,
@@ -154,6 +155,7 @@ class Generation:
             stream=stream,
             delta=stream,
             adapter=self.adapter,
+            data_parallel_rank=self.record.data_parallel_rank,
         )
 
     def _begin(self, progress: Progress, output: RequestOutput) -> None:

@@ -63,6 +63,7 @@ class GenerationJob(ABC, Generic[_Fields]):
     ) -> None:
         """`prefix` begins the answer's id."""
         self._state, self._record, self._fields = state, record, fields
+        record.choose_rank(fields.data_parallel_rank)
         self._model = state.model_name(fields.model)
         self._adapter = state.adapter(self._model)
         self._id = f"{prefix}-{state.new_name()}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
 import tokenmill
+from tokenmill.engine.engine_stats import EngineStats
 from tokenmill.entrypoints.http.errors import UnavailableError
 from tokenmill.entrypoints.http.json_response import json_response
 from tokenmill.entrypoints.http.openapi import plain
@@ -50,11 +53,18 @@ async def load(request: Request) -> Response:
     """How busy the server is."""
     state = state_of(request)
     stats = await state.engine.stats()
-    return json_response(
-        {
-            "server_load": len(state.active),
-            "num_requests_running": stats.num_running,
-            "num_requests_waiting": stats.num_waiting,
-            "kv_cache_usage": stats.kv_cache_usage,
-        }
-    )
+    answer = {"server_load": len(state.active), **_load_of(stats)}
+    if stats.replicas:
+        answer["engines"] = [
+            {"engine": rank, "healthy": each.is_healthy, **_load_of(each)}
+            for rank, each in enumerate(stats.replicas)
+        ]
+    return json_response(answer)
+
+
+def _load_of(stats: EngineStats) -> dict[str, Any]:
+    return {
+        "num_requests_running": stats.num_running,
+        "num_requests_waiting": stats.num_waiting,
+        "kv_cache_usage": stats.kv_cache_usage,
+    }

@@ -11,7 +11,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenmill.entrypoints.http.auth import OPEN_PATHS
 from tokenmill.entrypoints.http.error_shapes import ErrorShape, error_shape
 from tokenmill.entrypoints.http.errors import ClientDisconnectedError
-from tokenmill.entrypoints.http.record import CLIENT_GONE, RequestRecord, request_id_of
+from tokenmill.entrypoints.http.record import (
+    CLIENT_GONE,
+    RequestRecord,
+    data_parallel_rank_of,
+    request_id_of,
+)
 from tokenmill.entrypoints.http.state import ServerState
 from tokenmill.errors import TokenmillError
 
@@ -45,6 +50,7 @@ class RequestMiddleware:
         try:
             if route_path(scope) not in OPEN_PATHS:
                 record.key_name = self._state.keys.check(scope["headers"])
+            record.data_parallel_rank = data_parallel_rank_of(scope["headers"])
             await self._app(scope, receive, send_with_id)
         except ClientDisconnectedError:
             record.status, record.code = CLIENT_GONE, "client_disconnected"

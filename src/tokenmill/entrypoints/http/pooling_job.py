@@ -56,6 +56,7 @@ class PooledGeneration(Generation):
                 deadline=self._time_left(),
                 stream=False,
                 adapter=self.adapter,
+                data_parallel_rank=self.record.data_parallel_rank,
             )
             try:
                 async for output in items:
@@ -80,6 +81,7 @@ class PoolingJob:
     ) -> None:
         """`prefix` begins the answer's id."""
         self._state, self._record, self._fields = state, record, fields
+        record.choose_rank(fields.data_parallel_rank)
         self.model = state.model_name(fields.model)
         self._adapter = state.adapter(self.model)
         self.id = f"{prefix}-{state.new_name()}"

@@ -38,6 +38,9 @@ class PoolingFields(Struct, kw_only=True):
     cache_salt: Annotated[
         str | None, _meta("Share cached prefixes only with the same salt.", minLength=1)
     ] = None
+    data_parallel_rank: Annotated[
+        int | None, _meta("The replica that is to compute it.", minimum=0)
+    ] = None
     timeout: Annotated[float | None, _meta("Seconds.", exclusiveMinimum=0)] = None
     user: str | None = None
 

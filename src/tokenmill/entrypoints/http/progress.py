@@ -23,6 +23,7 @@ class Progress:
 
     __slots__ = (
         "arrival_time",
+        "data_parallel_rank",
         "finish_reasons",
         "first_scheduled_time",
         "first_token_time",
@@ -44,6 +45,8 @@ class Progress:
         self.num_output_tokens = 0
         """Of all `n` sequences."""
         self.num_cached_tokens = 0
+        self.data_parallel_rank = 0
+        """The replica that computes it."""
         self.arrival_time: float | None = None
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -71,6 +74,7 @@ class Progress:
             self.first_scheduled_time = metrics.first_scheduled_time
             self.first_token_time = metrics.first_token_time
             self.num_cached_tokens = output.num_cached_tokens
+            self.data_parallel_rank = output.data_parallel_rank
         self.previous_token_time = self.last_token_time
         self.last_token_time = metrics.last_token_time
         return num_new

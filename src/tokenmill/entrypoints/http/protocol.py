@@ -183,6 +183,9 @@ class SamplingFields(Struct, kw_only=True):
     cache_salt: Annotated[
         str | None, _meta("Share cached prefixes only with the same salt.", minLength=1)
     ] = None
+    data_parallel_rank: Annotated[
+        int | None, _meta("The replica that is to compute it.", **_integer(0))
+    ] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: Annotated[
         bool | None, _meta("Write tokens in log-probabilities as `token_id:7`.")

@@ -124,7 +124,7 @@ def make_state(
     config = engine.config
     names = tuple(dict.fromkeys(args.served_model_name or [config.model.name]))
     admission = Admission(
-        max_running=config.scheduler.max_num_seqs,
+        max_running=config.data_parallel_size * config.scheduler.max_num_seqs,
         max_queue=(options or ServeOptions()).max_queue,
     )
     template = read_template(chat_template)
