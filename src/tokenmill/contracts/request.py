@@ -183,6 +183,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_draft_tokens: int = 0
     """Drafts that were checked so far, and of these, those that held."""
     num_accepted_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    """What another engine needs to go on with the prompt's KV, if the request asked for that."""
 
     @property
     def finished(self) -> bool:
@@ -210,6 +212,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     """Images and the like that steps have asked for, and of these, those that need not be encoded
     since another request has."""
     encoder_cache_hits: int = 0
+    external_prefix_cache_queries: int = 0
+    """Prompt tokens looked up outside the pool, where they were not found in it, and of these,
+    tokens that were loaded."""
+    external_prefix_cache_hits: int = 0
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+from tokenmill.contracts.kv_transfer import BlockCopy, RemoteOrigin, Transferred
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo, EngineCoreRequest
 from tokenmill.contracts.result import ModelRunnerOutput
@@ -171,3 +172,66 @@ class NoGrammars:
 
     def shutdown(self) -> None:
         """Nothing runs."""
+
+
+class KVTransfer(Protocol):
+    """Keeps KV outside the pool, and copies blocks to there and from there beside the steps.
+
+    Called by the engine's thread only. What `load` and `save` name belongs to the job until it is
+    told as finished: no step writes to it, nor, in a load, reads it.
+    """
+
+    @property
+    def root(self) -> bytes:
+        """Parent hash of every first block, 32 bytes: equal in engines whose KV of equal tokens has
+        equal bytes.
+        """
+        ...
+
+    @property
+    def fails_requests(self) -> bool:
+        """Whether a request ends with an error if its KV could not be loaded."""
+        ...
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether `save` has a place to keep them."""
+        ...
+
+    def has(self, key: bytes) -> bool:
+        """Whether a block is kept here, for all that is known."""
+        ...
+
+    def load(self, job_id: int, blocks: Sequence[BlockCopy], origin: RemoteOrigin | None) -> None:
+        """Begin to fill blocks of the pool, with what is kept here or else at `origin`."""
+        ...
+
+    def save(self, job_id: int, blocks: Sequence[BlockCopy]) -> None:
+        """Begin to keep what blocks of the pool hold."""
+        ...
+
+    def hold(self, job_id: int, request_id: str, blocks: Sequence[BlockCopy]) -> Mapping[str, Any]:
+        """Let another engine fetch blocks for a while; where and how is what it must be told
+        (`kv_transfer_params`, but for the block ids). Finished when it has, or the time is over.
+        """
+        ...
+
+    def release(self, origin: RemoteOrigin) -> None:
+        """What another engine holds is not needed."""
+        ...
+
+    def take_finished(self) -> list[Transferred]:
+        """Jobs that have finished since the last call."""
+        ...
+
+    def has_finished(self) -> bool:
+        """Whether `take_finished` has something to tell."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has, at most so long."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the jobs, and all that runs beside the loop; may be called twice."""
+        ...

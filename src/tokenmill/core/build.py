@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig
-from tokenmill.contracts.seams import GrammarManager
+from tokenmill.contracts.seams import GrammarManager, KVTransfer
 from tokenmill.core.adapters import AdapterReady
 from tokenmill.core.encoder import EncoderSchedule
 from tokenmill.core.scheduler import Scheduler
@@ -14,6 +14,7 @@ def build_scheduler(
     config: EngineConfig,
     kv_cache_config: KVCacheConfig,
     grammars: GrammarManager | None = None,
+    kv_transfer: KVTransfer | None = None,
 ) -> Scheduler:
     """A scheduler for this engine; raises `ConfigError` for settings that cannot work together."""
     encoder = None
@@ -30,5 +31,6 @@ def build_scheduler(
         num_lookahead_tokens=config.num_lookahead_tokens,
         grammars=grammars,
         encoder=encoder,
+        kv_transfer=kv_transfer,
         readiness_rules=[AdapterReady(config.lora.max_loras)] if config.lora else [],
     )

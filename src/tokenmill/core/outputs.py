@@ -19,3 +19,10 @@ def step_output(
         output.new_logprobs = result.logprobs[request_id][: len(token_ids)]
     output.prompt_logprobs = request.take_prompt_logprobs()
     return output
+
+
+def error_output(request: Request, error: str) -> EngineCoreOutput:
+    """The end of a request that has failed."""
+    output = request.make_output()
+    output.error = error
+    return output

@@ -20,6 +20,7 @@ The counters of a running request, on the line of its tokens:
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 from tokenmill.contracts.request import (
     EngineCoreOutput,
@@ -79,6 +80,7 @@ class Request:
         "is_plain",
         "is_pooling",
         "is_structured",
+        "kv_transfer_params",
         "max_num_tokens",
         "max_tokens",
         "min_tokens",
@@ -86,6 +88,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_draft_tokens",
+        "num_external_tokens",
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -159,6 +162,10 @@ class Request:
 
         self.num_cached_tokens = 0
         """Tokens found in the prefix cache when it was first admitted."""
+        self.num_external_tokens = 0
+        """Of them, those that were brought there from outside for it."""
+        self.kv_transfer_params: dict[str, Any] | None = None
+        """Where another engine finds the KV of its prompt; set when it has ended."""
         self.num_preemptions = 0
         self.first_scheduled_time: float | None = None
         asked = data.sampling_params.prompt_logprobs is not None
@@ -283,4 +290,5 @@ class Request:
             num_preemptions=self.num_preemptions,
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
+            kv_transfer_params=self.kv_transfer_params,
         )

@@ -24,7 +24,7 @@ from tokenmill.contracts.request import (
     SchedulerStats,
 )
 from tokenmill.contracts.result import ModelRunnerOutput
-from tokenmill.contracts.seams import GrammarManager, NoGrammars
+from tokenmill.contracts.seams import GrammarManager, KVTransfer, NoGrammars
 from tokenmill.core.admission import OutputSettled, ReadinessRule, ReadinessRules, acceptance_rules
 from tokenmill.core.chunks import ChunkSizes
 from tokenmill.core.deadlines import Deadlines
@@ -34,7 +34,7 @@ from tokenmill.core.encoder import NO_ENCODER, EncoderSchedule
 from tokenmill.core.grammar import GrammarReady, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
 from tokenmill.core.limits import check_groups, check_limits
-from tokenmill.core.outputs import step_output
+from tokenmill.core.outputs import error_output, step_output
 from tokenmill.core.policy import get_policy
 from tokenmill.core.request import Request, RequestStatus
 from tokenmill.core.rows import RowAllocator
@@ -51,16 +51,15 @@ class Scheduler:
         vocab_size: sampled ids must be below; others end their request with an error.
         enable_prefix_caching: share blocks of equal prefixes.
         num_speculative_tokens: most drafts checked per request and step; 0 without a drafter.
-        num_lookahead_tokens: slots behind a request's tokens that a drafter writes; by default as
-            many.
+        num_lookahead_tokens: slots that a drafter writes behind its tokens; by default as many.
         readiness_rules: rules of features that hold requests back.
         grammars: follows the requests whose text must have a form.
         encoder: decides when images are encoded; without it there are none.
+        kv_transfer: where KV is besides the pool; without it, nowhere.
         clock: seconds, monotonic.
         verify_prefix_hits: debug mode that compares tokens on every prefix hit.
 
-    Raises:
-        ConfigError: settings that cannot work together.
+    Raises `ConfigError` for settings that cannot work together.
     """
 
     def __init__(
@@ -75,6 +74,7 @@ class Scheduler:
         readiness_rules: Sequence[ReadinessRule] = (),
         grammars: GrammarManager | None = None,
         encoder: EncoderSchedule | None = None,
+        kv_transfer: KVTransfer | None = None,
         clock: Callable[[], float] = time.monotonic,
         verify_prefix_hits: bool = False,
     ) -> None:
@@ -87,6 +87,7 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             max_step_tokens=config.max_num_batched_tokens + 2 * num_speculative_tokens,
             verify_hits=verify_prefix_hits,
+            transfer=kv_transfer,
         )
         self._num_speculative_tokens = num_speculative_tokens
         if num_lookahead_tokens is None:
@@ -103,7 +104,7 @@ class Scheduler:
         self._grammars = grammars or NoGrammars()
         self._drafting = Drafting(num_speculative_tokens, self._grammars)
         self._readiness = ReadinessRules(
-            OutputSettled(), GrammarReady(self._grammars), *readiness_rules
+            OutputSettled(), GrammarReady(self._grammars), self.kv.transfers, *readiness_rules
         )
         self._policy = get_policy(config.policy)
 
@@ -146,9 +147,15 @@ class Scheduler:
         for request in filter(None, map(self.requests.get, request_ids)):
             self._finish(request, RequestStatus.FINISHED_ABORTED)
 
+    def fail_requests(self, failures: Iterable[tuple[str, str]]) -> None:
+        """End requests with an error each. Unknown and ended ids are passed over."""
+        for request_id, error in failures:
+            if request_id in self.requests:
+                self._ended_outputs.append(self._fail(self.requests[request_id], error))
+
     def has_requests(self) -> bool:
-        """Whether a request is alive, or has an output that nobody has fetched."""
-        return bool(self.requests or self._ended_outputs)
+        """Whether a request is alive, has an output that nobody has fetched, or left KV to save."""
+        return bool(self.requests or self._ended_outputs) or self.kv.transfers.is_busy
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forget all cached prefixes; False if blocks are in use.
@@ -281,9 +288,7 @@ class Scheduler:
         self.running[request.request_id] = request
         request.start(self._rows.take(), computed.num_tokens)
         if request.first_scheduled_time is None:
-            request.first_scheduled_time = now
-            request.num_cached_tokens = computed.num_tokens
-            self.kv.prefix_cache_stats.record(computed)
+            self.kv.record_admission(request, computed, now)
         step.add_new(request, self.kv.block_ids(request))
         step.add(request, num_new_tokens)
         return True
@@ -320,9 +325,7 @@ class Scheduler:
         request_id = request.request_id
         sampled = result.sampled_token_ids[index]
         num_due = step.num_due(index)
-        error = result.errors.get(request_id)
-        if error is None:
-            error = describe_fault(sampled, num_due, self._vocab_size)
+        error = result.errors.get(request_id) or describe_fault(sampled, num_due, self._vocab_size)
         if error is not None:
             return self._fail(request, self._grammars.failure(request_id) or error)
 
@@ -361,9 +364,7 @@ class Scheduler:
         self._num_errors += 1
         self.kv.forget(request)
         self._finish(request, RequestStatus.FINISHED_ERROR)
-        output = request.make_output()
-        output.error = error
-        return output
+        return error_output(request, error)
 
     def _abort_overdue(self) -> None:
         overdue = self._deadlines.pop_overdue(self._clock())
@@ -387,8 +388,7 @@ class Scheduler:
         request.transition(status)
         self._grammars.remove(request.request_id)
         del self.requests[request.request_id]
-        if not self.running:
-            self.kv.repair_leak()
+        self.kv.request_finished(request, is_last=not self.running)
 
     def _leave_running(self, request: Request) -> None:
         del self.running[request.request_id]

@@ -57,6 +57,7 @@ class EngineCore:
         self._executor = executor
         self._max_steps_in_flight = max_steps_in_flight
         self._grammars = grammars or NoGrammars()
+        self._transfers = scheduler.kv.transfers
         self.journal: StepJournal = NoJournal()
         """Set by whoever wants to know what a crash interrupted, before the first step."""
         self.num_settled_steps = 0
@@ -91,6 +92,16 @@ class EngineCore:
     def has_requests(self) -> bool:
         """Whether another `step` is needed."""
         return bool(self._in_flight) or self.scheduler.has_requests()
+
+    @property
+    def waits_for_kv(self) -> bool:
+        """Whether a `step` without tokens waits for KV by itself, for a moment."""
+        return self._transfers.is_busy
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks wait for another engine; a `step` sees what has become of them."""
+        return self._transfers.holds_blocks
 
     def requests_in_preparation(self) -> list[str]:
         """Requests whose grammar is being compiled: what breaks meanwhile may be their doing."""
@@ -130,10 +141,14 @@ class EngineCore:
         while len(self._in_flight) < self._max_steps_in_flight and self._submit():
             pass
         if not self._in_flight:
+            self._transfers.wait()
+            self._settle_transfers()
             return self.scheduler.take_outputs()
         plan, future = self._in_flight.popleft()
         outputs = self.scheduler.update_from_output(plan, future.result())
         self.num_settled_steps += 1
+        self._transfers.step_settled()
+        self._settle_transfers()
         self.journal.end(plan)
         if self._unsampled is not None:
             self._sample_masked(self._unsampled)
@@ -142,6 +157,7 @@ class EngineCore:
     def shutdown(self) -> None:
         """Stop the executor; may be called twice."""
         self._closed = True
+        self._transfers.shutdown()
         self._executor.shutdown()
         self._grammars.shutdown()
 
@@ -149,6 +165,12 @@ class EngineCore:
         """Take requests out whose grammar cannot be had."""
         self.scheduler.abort_requests(request_id for request_id, _ in failures)
         self._refusals += failures
+
+    def _settle_transfers(self) -> None:
+        """Begin what the blocks of the last step allow, and end requests whose KV did not come."""
+        self._transfers.poll()
+        if failures := self._transfers.take_failures():
+            self.scheduler.fail_requests(failures)
 
     def _submit(self) -> bool:
         """Plan a step and start it; False if there is nothing to compute.
@@ -158,8 +180,10 @@ class EngineCore:
         if self._unsampled is not None:
             return False
         plan = self.scheduler.schedule()
+        self._transfers.poll()
         if not plan.req_ids:
             return False
+        self._transfers.step_submitted()
         self.journal.begin(plan)
         if plan.structured_req_ids:
             return self._submit_masked(plan)

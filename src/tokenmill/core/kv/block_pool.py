@@ -12,7 +12,7 @@ its beginning, without which it could not be found. Block 0 is the null block an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NewType
 
 from tokenmill.errors import ConfigError
@@ -20,10 +20,17 @@ from tokenmill.errors import ConfigError
 BlockKey = NewType("BlockKey", bytes)
 """Block hash and the group's number: groups keep different KV of the same tokens."""
 
+_INDEX_BYTES = 4
+
 
 def block_key(block_hash: bytes, group_index: int) -> BlockKey:
     """Key of the block with this hash in this KV cache group."""
-    return BlockKey(block_hash + group_index.to_bytes(4, "little"))
+    return BlockKey(block_hash + group_index.to_bytes(_INDEX_BYTES, "little"))
+
+
+def group_index_of(key: BlockKey) -> int:
+    """Number of the group whose block has this key."""
+    return int.from_bytes(key[-_INDEX_BYTES:], "little")
 
 
 class KVCacheBlock:
@@ -130,6 +137,10 @@ class CachedBlockMap:
         self._blocks.clear()
 
 
+def _nobody_cares(block: KVCacheBlock) -> None:
+    """It stays where it is until it is needed."""
+
+
 class BlockPool:
     """Hands out blocks, takes them back, and finds those whose contents are known."""
 
@@ -141,6 +152,8 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self._cached = CachedBlockMap()
+        self.on_release: Callable[[KVCacheBlock], None] = _nobody_cares
+        """Called with every cached block that no table holds any more."""
         self._build()
 
     def _build(self) -> None:
@@ -195,6 +208,7 @@ class BlockPool:
                     self._free.prepend(block)
                 else:
                     self._free.append(block)
+                    self.on_release(block)
 
     def cache_full_blocks(
         self, blocks: Sequence[KVCacheBlock], hashes: Sequence[bytes], group_index: int

@@ -44,8 +44,31 @@ class FullAttentionGroup:
         """Null blocks at the beginning of tables."""
 
     @property
+    def index(self) -> int:
+        """Number of the group."""
+        return self._index
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it keeps every token; else those that the next one needs."""
+        return True
+
+    @property
     def tables(self) -> Iterable[list[KVCacheBlock]]:
         return self._tables.values()
+
+    def positions_needed(self, num_blocks: int) -> range:
+        """Which of a sequence's first blocks must be there for it to go on behind them."""
+        return range(num_blocks)
+
+    def cached_block(self, request: Request, position: int) -> KVCacheBlock | None:
+        """The cached block with the content of the request's block number `position`."""
+        return self._find(request, position)
+
+    def cache_block(self, request: Request, position: int, block: KVCacheBlock) -> None:
+        """Make a block findable that has been filled with the content of the request's block."""
+        self._verifier.remember(block, request, position)
+        self.pool.cache_full_blocks([block], [request.block_hashes[position]], self._index)
 
     def table_length(self, request_id: str) -> int:
         """Blocks of the request's sequence so far, null blocks among them."""
@@ -148,12 +171,24 @@ class SlidingWindowGroup(FullAttentionGroup):
         assert self._group.spec.sliding_window is not None
         return self._group.spec.sliding_window - 1
 
+    @property
+    def keeps_all(self) -> bool:
+        return False
+
+    @property
+    def _num_needed(self) -> int:
+        """Blocks that the window behind a block needs."""
+        return -(-self._num_seen_before // self._block_size)
+
+    def positions_needed(self, num_blocks: int) -> range:
+        return range(max(num_blocks - self._num_needed, 0), num_blocks)
+
     def find_longest_hit(self, request: Request, max_blocks: int) -> list[KVCacheBlock]:
         """Cached blocks that the window behind the longest hit needs, null blocks before them.
 
         Searched from the end: a gap ends every hit that is longer.
         """
-        num_needed = -(-self._num_seen_before // self._block_size)
+        num_needed = self._num_needed
         end = min(max_blocks, len(request.block_hashes))
         found: list[KVCacheBlock] = []
         for position in range(end - 1, -1, -1):

@@ -5,17 +5,29 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import BlockIds
+from tokenmill.contracts.seams import KVTransfer
 from tokenmill.core.kv.block_pool import BlockPool, KVCacheBlock
 from tokenmill.core.kv.groups import build_groups
-from tokenmill.core.kv.hashing import BlockHasher, ChainedBlockHasher, NoBlockHasher
+from tokenmill.core.kv.hashing import (
+    PROCESS_ROOT,
+    BlockHasher,
+    ChainedBlockHasher,
+    NoBlockHasher,
+)
+from tokenmill.core.kv.no_transfers import NoTransfers, Transfers
+from tokenmill.core.kv.transfers import KVTransfers
 from tokenmill.core.kv.verify import CompareTokens, TrustHashes
 from tokenmill.core.request import Request
 
 logger = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 5.0
+"""How long forgetting all prefixes waits for blocks that are being saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +56,11 @@ class PrefixCacheStats:
 
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
+    """Those among them not that were brought from outside for this request."""
 
-    def record(self, computed: ComputedBlocks) -> None:
+    def record(self, computed: ComputedBlocks, num_external_tokens: int = 0) -> None:
         self.num_queried_tokens += computed.num_queried_tokens
-        self.num_hit_tokens += computed.num_tokens
+        self.num_hit_tokens += max(computed.num_tokens - num_external_tokens, 0)
 
 
 class KVCacheManager:
@@ -64,9 +77,11 @@ class KVCacheManager:
         enable_prefix_caching: bool,
         max_step_tokens: int | None = None,
         verify_hits: bool = False,
+        transfer: KVTransfer | None = None,
     ) -> None:
         """A step computes at most `max_step_tokens` tokens of a request, lookahead slots before
-        and behind them included; any number of them unless it is told.
+        and behind them included; any number of them unless it is told. With `transfer`, KV comes
+        from outside as well.
         """
         if max_step_tokens is None:
             max_step_tokens = max_model_len
@@ -84,11 +99,17 @@ class KVCacheManager:
         self._no_new_blocks: BlockIds = tuple([] for _ in self._groups)
         self._enable_prefix_caching = enable_prefix_caching
         self._hasher: BlockHasher = (
-            ChainedBlockHasher(self.block_size) if enable_prefix_caching else NoBlockHasher()
+            ChainedBlockHasher(self.block_size, PROCESS_ROOT if transfer is None else transfer.root)
+            if enable_prefix_caching
+            else NoBlockHasher()
         )
         self.num_usable_tokens = config.longest_sequence(max_model_len, max_step_tokens)
         """Tokens of one sequence that fit the context and, alone, the pool."""
         self.prefix_cache_stats = PrefixCacheStats()
+        self.transfers: Transfers = NoTransfers()
+        """What comes from outside and goes there."""
+        if transfer is not None:
+            self.transfers = KVTransfers(self, self._groups, self._pools, transfer)
 
     @property
     def usage(self) -> float:
@@ -102,6 +123,7 @@ class KVCacheManager:
             "num_blocks": self.pool.num_usable_blocks,
             "prefix_cache_queries": self.prefix_cache_stats.num_queried_tokens,
             "prefix_cache_hits": self.prefix_cache_stats.num_hit_tokens,
+            **self.transfers.counts(),
         }
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
@@ -173,6 +195,22 @@ class KVCacheManager:
             group.append_hits(request_id, hits)
         return tuple(group.append_new(request_id, num_missing) for group in self._groups)
 
+    def has_room_for(self, request: Request) -> bool:
+        """Whether the tokens of a request that holds nothing would fit now, hits not counted."""
+        return self._has_free_blocks(request.request_id, 0, request.num_tokens, NO_COMPUTED_BLOCKS)
+
+    def record_admission(self, request: Request, computed: ComputedBlocks, now: float) -> None:
+        """Note that a request is admitted for the first time, and what was found for it."""
+        request.first_scheduled_time = now
+        request.num_cached_tokens = computed.num_tokens
+        self.prefix_cache_stats.record(computed, request.num_external_tokens)
+
+    def request_finished(self, request: Request, *, is_last: bool) -> None:
+        """A request has ended and holds no blocks; with `is_last`, nobody else does."""
+        self.transfers.request_finished(request)
+        if is_last:
+            self.repair_leak()
+
     def block_ids(self, request: Request) -> BlockIds:
         """The request's block tables, one per group."""
         return tuple(group.block_ids(request.request_id) for group in self._groups)
@@ -203,6 +241,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; refused (False) while any request holds blocks."""
+        self.transfers.flush(_FLUSH_SECONDS)
         if any(pool.num_used_blocks for pool in self._pools):
             return False
         return all(pool.reset_prefix_cache() for pool in self._pools)
@@ -213,17 +252,25 @@ class KVCacheManager:
             problem
             for pool in self._pools
             for problem in pool.audit(
-                table for group in self._groups if group.pool is pool for table in group.tables
+                chain(
+                    (t for group in self._groups if group.pool is pool for t in group.tables),
+                    self.transfers.tables(pool),
+                )
             )
         ]
 
     def repair_leak(self) -> None:
         """To be called when no request runs: blocks still in use then are logged and recovered."""
-        if not any(pool.num_used_blocks for pool in self._pools):
+        if all(pool.num_used_blocks == self._num_transferred(pool) for pool in self._pools):
             return
+        if self.transfers.is_busy or self.transfers.holds_blocks:
+            return  # seen again once nothing is under way
         logger.error("KV blocks leaked, rebuilding the pool: %s", "; ".join(self.audit()))
         for pool in self._pools:
             pool.rebuild()
+
+    def _num_transferred(self, pool: BlockPool) -> int:
+        return len({block.block_id for table in self.transfers.tables(pool) for block in table})
 
     def _has_free_blocks(
         self, request_id: str, num_missing: int, num_must_fit: int, computed: ComputedBlocks

@@ -1,0 +1,341 @@
+"""Prefixes that come from outside the pool, and blocks that go there.
+
+load    wait_reason: a prefix is found outside -> blocks are taken, the request waits
+        step_settled: no step in flight can still write to them -> KVTransfer.load
+        poll: copied -> the blocks are cached like computed ones, and nobody's
+        the request starts: it finds them as any cached prefix
+save    nobody holds a cached block any more -> held while it is copied (`saves.py`)
+hold    request_finished: a prompt computed for another engine -> held until that has fetched it
+
+So a request that waits holds nothing: it may be aborted, or its time may end, and what was under
+way for it serves the next one. A job always ends, and with it what it holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from tokenmill.contracts.kv_transfer import (
+    BlockCopy,
+    RemoteOrigin,
+    Transferred,
+    remote_origin,
+    wants_remote_decode,
+)
+from tokenmill.contracts.seams import KVTransfer
+from tokenmill.core.kv.block_pool import BlockKey, BlockPool, KVCacheBlock, block_key
+from tokenmill.core.kv.groups import FullAttentionGroup
+from tokenmill.core.kv.saves import HeldBlocks, Saves
+from tokenmill.core.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from tokenmill.core.kv.manager import KVCacheManager
+
+logger = logging.getLogger(__name__)
+
+WAIT_REASON = "KV transfer"
+_WAIT_SECONDS = 0.005
+"""For a job to finish, where nothing else can be done."""
+_FLUSH_SECONDS = 10.0
+"""How long the end of an engine waits for blocks that are being saved."""
+_ENDED_WELL = (RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A block of a request's sequence in one group."""
+
+    group: FullAttentionGroup
+    position: int
+    block: KVCacheBlock
+    key: BlockKey
+
+    @property
+    def copy(self) -> BlockCopy:
+        return BlockCopy(self.key, self.group.index, self.block.block_id)
+
+
+@dataclass(slots=True)
+class _Load(HeldBlocks):
+    """A prefix on its way in. Hits in the pool are held beside it, so that they stay."""
+
+    request: Request
+    places: list[_Place]
+    origin: RemoteOrigin | None
+    fence: int
+    """Steps that must have settled before a block may be written."""
+
+
+@dataclass(slots=True)
+class _Visit:
+    """A request's stay among those that wait; preemption begins another one."""
+
+    number: int
+    job_id: int | None = None
+    """Of its load; None if there is none."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass(slots=True)
+class _Jobs:
+    loads: dict[int, _Load] = field(default_factory=dict)
+    unfenced: list[int] = field(default_factory=list)
+    """Loads that wait for steps in flight."""
+    holds: dict[int, HeldBlocks] = field(default_factory=dict)
+    """Of finished requests, for other engines."""
+
+
+class KVTransfers:
+    """Jobs between the pool and a `KVTransfer`.
+
+    A request whose KV could not be loaded computes what is missing, or ends with an error where the
+    transfer says so.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        groups: Sequence[FullAttentionGroup],
+        pools: Sequence[BlockPool],
+        transfer: KVTransfer,
+    ) -> None:
+        self._kv = manager
+        self._groups = groups
+        self._block_size = manager.block_size
+        self._transfer = transfer
+        self._visits: dict[str, _Visit] = {}
+        self._jobs = _Jobs()
+        self._next_job_id = 0
+        self._saves = Saves(pools, transfer, self._new_id)
+        self._num_submitted = self._num_settled = 0
+        self._failures: list[tuple[str, str]] = []
+        self._counts = _Counts()
+        self._is_closed = False
+
+    # ---- requests that wait ---------------------------------------------------------------
+
+    def begin_pass(self, running: Mapping[str, Request]) -> None:
+        """It is the same in every pass."""
+
+    def wait_reason(self, request: Request) -> str | None:
+        """Looks outside once in each of the request's stays among those that wait."""
+        visit = self._visits.get(request.request_id)
+        if visit is None or visit.number != request.num_preemptions:
+            if not self._kv.has_room_for(request):
+                return None  # nor can it start; it is looked for when there is room
+            visit = _Visit(request.num_preemptions, self._begin_load(request))
+            self._visits[request.request_id] = visit
+        return WAIT_REASON if visit.job_id in self._jobs.loads else None
+
+    def _begin_load(self, request: Request) -> int | None:
+        """Take blocks for what is found outside; None if nothing is."""
+        origin = None if request.num_preemptions else remote_origin(request.data.kv_transfer_params)
+        computed = self._kv.get_computed_blocks(request)
+        end = 0
+        if computed.num_queried_tokens:  # else it may not read the cache
+            end = self._find_end(request, computed.num_blocks, origin)
+            self._counts.queries += computed.num_queried_tokens - computed.num_tokens
+        if end <= computed.num_blocks:
+            if origin is not None:
+                self._transfer.release(origin)
+            return None
+        held: list[tuple[BlockPool, KVCacheBlock]] = []
+        places: list[_Place] = []
+        wanted = [
+            (group, position, group.cached_block(request, position))
+            for group in self._groups
+            for position in group.positions_needed(end)
+        ]
+        for group, _, block in wanted:  # first, so that none of them is handed out below
+            if block is not None:
+                group.pool.touch([block])
+                held.append((group.pool, block))
+        for group, position, block in wanted:
+            if block is None:
+                (block,) = group.pool.get_new_blocks(1)
+                held.append((group.pool, block))
+                key = block_key(request.block_hashes[position], group.index)
+                places.append(_Place(group, position, block, key))
+        job_id = self._new_id()
+        self._jobs.loads[job_id] = _Load(held, request, places, origin, self._num_submitted)
+        self._jobs.unfenced.append(job_id)
+        return job_id
+
+    def _find_end(self, request: Request, start: int, origin: RemoteOrigin | None) -> int:
+        """Blocks of the longest prefix that can be had, given `start` of them in the pool."""
+        num_remote = 0 if origin is None else origin.num_blocks
+        known: dict[tuple[int, int], bool] = {}
+
+        def is_there(group: FullAttentionGroup, position: int) -> bool:
+            place = group.index, position
+            if place not in known:
+                known[place] = (
+                    position < num_remote
+                    or group.cached_block(request, position) is not None
+                    or self._transfer.has(block_key(request.block_hashes[position], group.index))
+                )
+            return known[place]
+
+        end = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
+        for group in self._groups:
+            if group.keeps_all:
+                gaps = (p for p in range(start, end) if not is_there(group, p))
+                end = next(gaps, end)
+        while end > start:
+            gaps = (
+                position
+                for group in self._groups
+                if not group.keeps_all
+                for position in group.positions_needed(end)
+                if not is_there(group, position)
+            )
+            gap = max(gaps, default=None)
+            if gap is None:
+                return end
+            end = gap
+        return start
+
+    def request_finished(self, request: Request) -> None:
+        visit = self._visits.pop(request.request_id, None)
+        params = request.data.kv_transfer_params
+        if visit is None and (origin := remote_origin(params)) is not None:
+            self._transfer.release(origin)
+        if wants_remote_decode(params) and request.status in _ENDED_WELL:
+            request.kv_transfer_params = self._hold(request)
+
+    def _hold(self, request: Request) -> dict[str, Any]:
+        """Hold the blocks of a prompt, which are cached and nobody's; what to answer."""
+        num_full = min(request.num_prompt_tokens // self._block_size, len(request.block_hashes))
+        held: list[tuple[BlockPool, KVCacheBlock]] = []
+        copies: list[BlockCopy] = []
+        block_ids: list[list[int]] = []
+        for group in self._groups:
+            found = {p: group.cached_block(request, p) for p in range(num_full)}
+            blocks = [block for block in found.values() if block is not None]
+            group.pool.touch(blocks)
+            held += [(group.pool, block) for block in blocks]
+            copies += [
+                BlockCopy(
+                    block_key(request.block_hashes[p], group.index), group.index, block.block_id
+                )
+                for p, block in found.items()
+                if block is not None
+            ]
+            block_ids.append([block.block_id for block in blocks])
+        job_id = self._new_id()
+        if held:
+            self._jobs.holds[job_id] = HeldBlocks(held)
+        params = self._transfer.hold(job_id, request.request_id, copies)
+        ids: Any = block_ids[0] if len(block_ids) == 1 else block_ids
+        return {**params, "remote_block_ids": ids}
+
+    # ---- jobs -----------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        jobs = self._jobs
+        return bool(
+            jobs.loads or self._saves.is_busy or self._failures or self._transfer.has_finished()
+        )
+
+    @property
+    def holds_blocks(self) -> bool:
+        return bool(self._jobs.holds)
+
+    def step_submitted(self) -> None:
+        self._num_submitted += 1
+
+    def step_settled(self) -> None:
+        self._num_settled += 1
+
+    def poll(self) -> None:
+        if self._transfer.has_finished():
+            for done in self._transfer.take_finished():
+                self._settle(done)
+        if self._jobs.unfenced:
+            self._start_loads()
+        self._saves.begin()
+
+    def _start_loads(self) -> None:
+        """Begin those whose blocks no step in flight can still write to."""
+        ready = [i for i in self._jobs.unfenced if self._jobs.loads[i].fence <= self._num_settled]
+        for job_id in ready:
+            self._jobs.unfenced.remove(job_id)
+            load = self._jobs.loads[job_id]
+            self._transfer.load(job_id, [place.copy for place in load.places], load.origin)
+
+    def _settle(self, done: Transferred) -> None:
+        if done.error is not None:
+            logger.warning("KV transfer: %s", done.error)
+        if (load := self._jobs.loads.pop(done.job_id, None)) is not None:
+            self._settle_load(load, done)
+        elif (hold := self._jobs.holds.pop(done.job_id, None)) is not None:
+            hold.free()
+        else:
+            self._saves.settle(done.job_id)
+
+    def _settle_load(self, load: _Load, done: Transferred) -> None:
+        """Cache what has come; the request's tokens are the same whether or not it still lives."""
+        request = load.request
+        loaded: dict[int, bool] = {}
+        for place in load.places:
+            is_there = place.key in done.copied
+            if is_there:
+                place.group.cache_block(request, place.position, place.block)
+            loaded[place.position] = is_there and loaded.get(place.position, True)
+        num_blocks = sum(loaded.values())
+        self._counts.hits += num_blocks * self._block_size
+        request.num_external_tokens = num_blocks * self._block_size
+        load.free()
+        if self._transfer.fails_requests and num_blocks < len(loaded) and not request.is_finished:
+            why = done.error or "blocks were not there any more"
+            self._failures.append(
+                (request.request_id, f"The KV of the prompt could not be loaded: {why}")
+            )
+
+    def wait(self) -> None:
+        if self._jobs.loads or self._saves.is_busy:
+            self._transfer.wait(_WAIT_SECONDS)
+
+    def take_failures(self) -> list[tuple[str, str]]:
+        failures, self._failures = self._failures, []
+        return failures
+
+    def tables(self, pool: BlockPool) -> Iterable[Sequence[KVCacheBlock]]:
+        jobs = self._jobs
+        for job in chain(jobs.loads.values(), jobs.holds.values(), self._saves.jobs.values()):
+            yield [block for owner, block in job.held if owner is pool]
+
+    def flush(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self._saves.is_busy and time.monotonic() < end:
+            self.poll()
+            self._transfer.wait(_WAIT_SECONDS)
+        self.poll()
+
+    def counts(self) -> dict[str, Any]:
+        return {
+            "external_prefix_cache_queries": self._counts.queries,
+            "external_prefix_cache_hits": self._counts.hits,
+        }
+
+    def shutdown(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.flush(_FLUSH_SECONDS)
+        self._transfer.shutdown()
+
+    def _new_id(self) -> int:
+        self._next_job_id += 1
+        return self._next_job_id
