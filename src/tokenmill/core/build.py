@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.seams import GrammarManager, KVTransfer
@@ -15,8 +18,12 @@ def build_scheduler(
     kv_cache_config: KVCacheConfig,
     grammars: GrammarManager | None = None,
     kv_transfer: KVTransfer | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
-    """A scheduler for this engine; raises `ConfigError` for settings that cannot work together."""
+    """A scheduler for this engine, by whose `clock` (seconds) deadlines pass.
+
+    Raises `ConfigError` for settings that cannot work together.
+    """
     encoder = None
     if config.encoder is not None:
         encoder = EncoderSchedule(
@@ -32,5 +39,6 @@ def build_scheduler(
         grammars=grammars,
         encoder=encoder,
         kv_transfer=kv_transfer,
+        clock=clock,
         readiness_rules=[AdapterReady(config.lora.max_loras)] if config.lora else [],
     )
