@@ -92,6 +92,13 @@ class Attention(nn.Module):
         self._impl = impl
         self._kv_cache = kv_cache
 
+    @property
+    def bound(self) -> tuple[AttentionImpl, torch.Tensor]:
+        """What `bind` has attached."""
+        assert self._impl is not None, "bind comes first"
+        assert self._kv_cache is not None
+        return self._impl, self._kv_cache
+
     def forward(
         self,
         positions: torch.Tensor,

@@ -49,6 +49,7 @@ class Mamba2Mixer(nn.Module):
         self.log_a, self.d, self.dt_bias = (_float32(shape.num_heads) for _ in range(3))
         self.norm_weight = _float32(shape.num_inner)
         self._states: StateSpace | None = None
+        self._state_cache: StateCache | None = None
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield parameter_slot(f"{prefix}.conv1d.weight", self.conv_weight)
@@ -79,6 +80,13 @@ class Mamba2Mixer(nn.Module):
             norm_weight=self.norm_weight,
         )
         self._states = self.kernels.state_space(self.shape, weights, cache)
+        self._state_cache = cache
+
+    @property
+    def state_cache(self) -> StateCache:
+        """The blocks that `bind` has attached."""
+        assert self._state_cache is not None, "bind comes first"
+        return self._state_cache
 
     def empty_input(self, num_rows: int) -> Activations:
         """A place for this block's input, in the form in which it is read."""

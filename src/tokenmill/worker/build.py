@@ -10,6 +10,7 @@ import torch
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.features.kv_transfer.build import build_kv_transfer
 from tokenmill.features.lora.build import build_adapters
 from tokenmill.features.spec.build import build_drafter
 from tokenmill.kernels import native
@@ -72,7 +73,7 @@ def build_worker(
     if config.graphs != "off" and uses_native_kernels(config.model.dtype):
         runner.capture(checked(record) if config.graphs == "check" else record)
         runner.capture_decode_steps(record_decode_steps)
-    return Worker(runner, cache)
+    return Worker(runner, cache, build_kv_transfer(config, model, cache, checkpoint))
 
 
 def _set_num_threads(config: EngineConfig) -> None:

@@ -20,6 +20,7 @@ from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.memory import GPU_RESERVE_BYTES, format_bytes
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.errors import ConfigError, MemoryBudgetError
+from tokenmill.features.kv_transfer.build import build_kv_transfer
 from tokenmill.features.lora.build import OnGpu, build_adapters
 from tokenmill.features.spec.build import build_drafter
 from tokenmill.layers.gpu import GpuKernels, WeightFormat
@@ -91,7 +92,7 @@ def build_gpu_worker(
         runner.capture(checked(record) if config.graphs == "check" else record)
     runner.warm_up()
     _log_memory(config, cache, weights, step)
-    return Worker(runner, cache)
+    return Worker(runner, cache, build_kv_transfer(config, model, cache, checkpoint))
 
 
 def _can_be_captured(runner: ModelRunner) -> bool:

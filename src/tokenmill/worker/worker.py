@@ -10,7 +10,7 @@ from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo
 from tokenmill.contracts.result import ModelRunnerOutput
-from tokenmill.contracts.seams import StepFuture
+from tokenmill.contracts.seams import KVTransfer, StepFuture
 from tokenmill.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,16 @@ class Worker:
     `KeyboardInterrupt` passes through and leaves the step uncommitted.
     """
 
-    def __init__(self, runner: ModelRunner, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        kv_cache_config: KVCacheConfig,
+        kv_transfer: KVTransfer | None = None,
+    ) -> None:
+        """`kv_transfer` moves blocks of the runner's pool, if anything does."""
         self.runner = runner
         self.kv_cache_config = kv_cache_config
+        self.kv_transfer = kv_transfer
         self._plan = SchedulerOutput(step_id=-1)
         self._forward: _Failure | None = None
         """Of the plan's forward pass; None if it succeeded."""

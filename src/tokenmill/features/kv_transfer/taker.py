@@ -1,0 +1,146 @@
+"""Blocks of another engine, fetched over TCP."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import torch
+import zmq
+
+from tokenmill.config.kv_transfer import KVTransferConfig, is_loopback
+from tokenmill.contracts.kv_transfer import BlockCopy, RemoteOrigin
+from tokenmill.features.kv_transfer.messages import (
+    MAX_KEYS,
+    Fetch,
+    Refused,
+    Release,
+    curve_keys,
+    decode_answer,
+    encode,
+    root_mark,
+    tcp_address,
+)
+
+_BATCH_BYTES = 4 << 20
+"""Of one answer."""
+_NUM_AHEAD = 2
+"""Questions under way at the same time."""
+_LINGER_MS = 1000
+"""How long a release may take to leave."""
+_SLACK_BYTES = 1 << 16
+"""Of the frame before the blocks."""
+
+
+class FetchError(Exception):
+    """Another engine does not give its blocks; the message says why."""
+
+
+class Taker:
+    """Fetches blocks, and says when they are not needed. Called from any thread."""
+
+    def __init__(self, config: KVTransferConfig, root: bytes) -> None:
+        self._config = config
+        self._mark = root_mark(root)
+        self._keys = curve_keys(config.secret, b"taker") if config.secret else None
+        self._others_key = curve_keys(config.secret, b"giver").public if config.secret else b""
+        self._context = zmq.Context(io_threads=1)
+
+    def fetch(
+        self, origin: RemoteOrigin, blocks: Sequence[BlockCopy], num_bytes: int
+    ) -> Iterator[tuple[list[BlockCopy], torch.Tensor]]:
+        """Blocks of `num_bytes` each as they come, uint8 [number of them, num_bytes].
+
+        Raises `FetchError` if they do not come, or the other engine has not all of them.
+        """
+        size = min(max(_BATCH_BYTES // num_bytes, 1), MAX_KEYS)
+        waiting = deque(blocks[begin : begin + size] for begin in range(0, len(blocks), size))
+        asked: deque[Sequence[BlockCopy]] = deque()
+        with self._connected(origin, num_bytes) as socket:
+            while waiting or asked:
+                while waiting and len(asked) < _NUM_AHEAD:
+                    batch = waiting.popleft()
+                    keys = [each.key for each in batch]
+                    self._send(socket, encode(Fetch(origin.remote_request_id, self._mark, keys)))
+                    asked.append(batch)
+                batch = asked.popleft()
+                found = self._receive(socket, batch, num_bytes)
+                if found[0]:
+                    yield found
+                if len(found[0]) < len(batch):
+                    raise FetchError("the other engine has not all of the blocks")
+
+    def release(self, origin: RemoteOrigin) -> None:
+        """Tell another engine that its blocks are not needed; it need not be there."""
+        with self._connected(origin, 0) as socket:
+            self._send(socket, encode(Release(origin.remote_request_id)))
+
+    def is_allowed(self, host: str) -> bool:
+        """Whether a request may name this host."""
+        return may_name(self._config, host)
+
+    def shutdown(self) -> None:
+        """End all connections; may be called twice."""
+        self._context.destroy(linger=_LINGER_MS)
+
+    @contextmanager
+    def _connected(self, origin: RemoteOrigin, num_bytes: int) -> Iterator[zmq.Socket[bytes]]:
+        if not self.is_allowed(origin.remote_host):
+            raise FetchError(f"{origin.remote_host!r} is none of the allowed hosts")
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, num_bytes + _SLACK_BYTES)
+        socket.setsockopt(zmq.IPV6, 1 if ":" in origin.remote_host else 0)
+        if self._keys is not None:
+            socket.curve_publickey, socket.curve_secretkey = self._keys
+            socket.curve_serverkey = self._others_key
+        try:
+            socket.connect(tcp_address(origin.remote_host, origin.remote_port))
+            yield socket
+        except zmq.ZMQError as error:
+            raise FetchError(f"{origin.remote_host}: {error.strerror}") from error
+        finally:
+            socket.close()
+
+    def _send(self, socket: zmq.Socket[bytes], frame: bytes) -> None:
+        if not socket.poll(self._timeout_ms, zmq.POLLOUT):
+            raise FetchError("the other engine does not answer")
+        socket.send(frame)
+
+    def _receive(
+        self, socket: zmq.Socket[bytes], batch: Sequence[BlockCopy], num_bytes: int
+    ) -> tuple[list[BlockCopy], torch.Tensor]:
+        if not socket.poll(self._timeout_ms):
+            raise FetchError(
+                f"the other engine has been silent for {self._config.timeout_seconds:g} s"
+            )
+        head, *frames = socket.recv_multipart()
+        try:
+            answer = decode_answer(head)
+        except msgspec.MsgspecError as error:
+            raise FetchError(f"the answer makes no sense: {error}") from error
+        if isinstance(answer, Refused):
+            raise FetchError(answer.reason)
+        by_key = {each.key: each for each in batch}
+        found = [by_key[key] for key in answer.keys if key in by_key]
+        if len(found) != len(frames) or any(len(frame) != num_bytes for frame in frames):
+            raise FetchError("the answer does not hold the blocks that it names")
+        data = (
+            torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
+            if found
+            else (torch.empty(0, dtype=torch.uint8))
+        )
+        return found, data.view(len(found), num_bytes)
+
+    @property
+    def _timeout_ms(self) -> int:
+        return int(self._config.timeout_seconds * 1000)
+
+
+def may_name(config: KVTransferConfig, host: str) -> bool:
+    """Whether requests may have blocks fetched of this host."""
+    if config.allowed_hosts:
+        return host in config.allowed_hosts
+    return bool(config.secret) or is_loopback(host)
