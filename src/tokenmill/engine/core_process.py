@@ -41,6 +41,8 @@ _HELD_BACK_POLL_MS = (1, 50)
 """Shortest and longest wait while requests are there but none may start."""
 _ADAPTER_POLL_MS = 5
 """Between two looks at whether an adapter has been read, while there is nothing else to do."""
+_HOLDING_POLL_MS = 50
+"""Between two looks at whether blocks that are held for another engine have been fetched."""
 _PROGRESS_INTERVAL = 0.05
 """Seconds between two messages on how far the model is loaded."""
 _LINGER_MS = 1000
@@ -134,7 +136,8 @@ class CoreLoop:
 
     def _patience_ms(self) -> int | None:
         if not self._core.has_requests():
-            return _ADAPTER_POLL_MS if self._loading else None
+            idle = _HOLDING_POLL_MS if self._core.holds_blocks else None
+            return _ADAPTER_POLL_MS if self._loading else idle
         return _PAUSE_POLL_MS if self._is_paused() else self._held_back_ms
 
     def _is_paused(self) -> bool:
@@ -181,7 +184,7 @@ class CoreLoop:
     def _step(self) -> None:
         num_settled = self._core.num_settled_steps
         self._send_news(self._core.step())
-        if self._core.num_settled_steps > num_settled:
+        if self._core.num_settled_steps > num_settled or self._core.waits_for_kv:
             self._held_back_ms = 0
         else:  # requests are there, but none may run yet: asking at once would find the same
             shortest, longest = _HELD_BACK_POLL_MS
