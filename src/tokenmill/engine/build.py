@@ -25,7 +25,7 @@ from tokenmill.config.resolve import apply_overrides, resolve
 from tokenmill.config.speculation import read_speculative_config
 from tokenmill.contracts.seams import GrammarManager, NoGrammars
 from tokenmill.core.build import build_scheduler
-from tokenmill.engine.client import InProcessClient
+from tokenmill.engine.client import EngineCoreClient, InProcessClient
 from tokenmill.engine.collection import collection_postponed
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.generation_defaults import (
@@ -38,6 +38,7 @@ from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.pooling_processor import PoolingProcessor
 from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.features.multimodal.build import build_images
 from tokenmill.kernels.accelerator import find_accelerator
 from tokenmill.kernels.native import active_isa
 from tokenmill.models.registry import NATIVE, choose_implementation
@@ -74,18 +75,47 @@ def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEn
     The tokenizer is built in a second thread while torch is imported and weights are read.
     """
     progress = on_progress or _silent
-    checkpoint = open_model(args, progress)
+    checkpoint = open_model(args, progress, without_torch=args.data_parallel_size > 1)
+    if args.data_parallel_size > 1:
+        return _build_replicas(args, checkpoint)
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
         loading_tokenizer = pool.submit(read_tokenizer, args, checkpoint)
         config = settle_config(args, checkpoint)
         core = _build_core(config, checkpoint, progress, args, loading_tokenizer.result)
         front_end = build_front_end(args, checkpoint, config, loading_tokenizer.result())
+    return _engine(front_end, InProcessClient(core))
+
+
+def _build_replicas(args: EngineArgs, checkpoint: Checkpoint) -> LLMEngine:
+    """An engine whose cores are in processes of their own. Raises `ConfigError` without what they
+    talk over.
+    """
+    try:
+        from tokenmill.engine.replica_client import ReplicasClient
+    except ImportError as error:
+        raise ConfigError(
+            f"data_parallel_size={args.data_parallel_size} needs the packages of a server, and"
+            f" {error.name} is missing: pip install 'tokenmill[serve]'."
+        ) from error
+    config = settle_config(args, checkpoint)
+    client = ReplicasClient(args, config)
+    try:
+        front_end = build_front_end(args, checkpoint, config, read_tokenizer(args, checkpoint))
+        client.wait_until_ready()
+    except BaseException:
+        client.shutdown()
+        raise
+    checkpoint.close()
+    return _engine(front_end, client)
+
+
+def _engine(front_end: FrontEnd, client: EngineCoreClient) -> LLMEngine:
     return LLMEngine(
-        config=config,
+        config=front_end.config,
         tokenizer=front_end.tokenizer,
         default_params=front_end.default_params,
         input_processor=front_end.input_processor,
-        client=InProcessClient(core),
+        client=client,
         output_processor=front_end.output_processor,
     )
 
@@ -197,8 +227,9 @@ def build_front_end(
 def _input_processor(
     config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
 ) -> InputProcessor:
-    kind = InputProcessor if config.model.pooling is None else PoolingProcessor
-    return kind(config, tokenizer, eos_token_ids)
+    if config.model.pooling is not None:
+        return PoolingProcessor(config, tokenizer, eos_token_ids)
+    return InputProcessor(config, tokenizer, eos_token_ids, build_images(config, tokenizer))
 
 
 def _end_token_ids(
@@ -243,7 +274,7 @@ def _build_core(
         grammars = build_grammars(
             config, tokenizer, lambda known: _end_token_ids(config, generation, known)
         )
-    scheduler = build_scheduler(config, worker.kv_cache_config, grammars)
+    scheduler = build_scheduler(config, worker.kv_cache_config, grammars, worker.kv_transfer)
     return EngineCore(scheduler, executor, max_steps_in_flight=depth, grammars=grammars)
 
 

@@ -179,10 +179,15 @@ class ProcessClient:
             assert error is not None
             loading.set_exception(wire.rebuild(error))
 
-    def shutdown(self) -> None:
-        """Ask the core to end, wait for a while, and close."""
+    def ask_to_stop(self) -> None:
+        """Ask the core to end; does not wait."""
         if not self._closed:
             self.send(wire.Stop())
+
+    def shutdown(self) -> None:
+        """Ask the core to end, wait for a while, and close."""
+        self.ask_to_stop()
+        if not self._closed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_WAIT_MS / 1000)
         self.close()

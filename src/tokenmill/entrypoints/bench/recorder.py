@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from tokenmill.engine.client import InProcessClient
 from tokenmill.entrypoints.bench.cost import RequestWork
+from tokenmill.errors import ConfigError
 from tokenmill.executor.local import LocalExecutor
 from tokenmill.kernels import native
 from tokenmill.observe.stage_times import StageTime, StageTimes
@@ -68,6 +69,11 @@ class EngineParts:
     def of(cls, llm: LLM) -> EngineParts:
         engine = llm.llm_engine
         client = engine._client
+        if engine.config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={engine.config.data_parallel_size} cannot be looked into from"
+                f" here; measure one replica, or a server of them with `tokenmill bench serve`."
+            )
         assert isinstance(client, InProcessClient), "a core elsewhere cannot be looked into"
         executor = client.core._executor
         assert isinstance(executor, LocalExecutor), "a worker elsewhere cannot be looked into"
