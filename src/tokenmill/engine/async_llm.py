@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tokenmill.config.engine_args import EngineArgs
     from tokenmill.config.engine_config import EngineConfig
     from tokenmill.engine.build import FrontEnd, Progress
+    from tokenmill.features.multimodal.images import Images
     from tokenmill.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -251,6 +252,11 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """The engine in numbers, from the core's latest message: asks nobody."""
         return self._requests.snapshot()
+
+    @property
+    def images(self) -> Images | None:
+        """What the model makes of images; None for one that takes none."""
+        return self._input_processor.images
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -11,12 +11,17 @@ import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.structured_outputs import same_backend
 from tokenmill.contracts.logits_processor import load_processors
-from tokenmill.contracts.request import AdapterRef, EngineCoreRequest, TokenRules
+from tokenmill.contracts.request import (
+    AdapterRef,
+    EngineCoreRequest,
+    MultiModalFeature,
+    TokenRules,
+)
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
 from tokenmill.engine.token_rules import token_rules
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
@@ -27,8 +32,13 @@ from tokenmill.structured_outputs import StructuredOutputsParams
 from tokenmill.tokenizer.reasoning import reasoning_markers, resolve_reasoning_parser
 from tokenmill.tokenizer.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from tokenmill.features.multimodal.images import Images
+
 RequestParams = SamplingParams | PoolingParams
 
+IMAGES = "multi_modal_data['image']"
+"""What a prompt calls its images."""
 _SEED_MASK = 2**64 - 1
 
 
@@ -52,7 +62,10 @@ class InputProcessor:
         config: EngineConfig,
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
+        images: Images | None = None,
     ) -> None:
+        self.images = images
+        """What the model makes of images; None for one that takes none."""
         self._name = config.model.name
         self._max_model_len = config.model.max_model_len
         self._vocab_size = config.model.vocab_size
@@ -98,6 +111,7 @@ class InputProcessor:
         rules = token_rules(params, self._tokenizer, self._reasoning, self._vocab_size)
         self._check_priority(priority)
         token_ids = self._truncate(self._token_ids(parsed, params), params)
+        token_ids, features = self._expand(token_ids, parsed, params)
         self._check_length(len(token_ids))
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & _SEED_MASK
         arrived = time.monotonic() if arrival_time is None else arrival_time
@@ -109,6 +123,7 @@ class InputProcessor:
             children=[
                 self._core_request(
                     token_ids,
+                    features,
                     parsed,
                     params,
                     rules,
@@ -128,6 +143,7 @@ class InputProcessor:
     def _core_request(
         self,
         token_ids: list[int],
+        features: list[MultiModalFeature],
         parsed: ParsedPrompt,
         params: SamplingParams,
         rules: TokenRules | None,
@@ -156,9 +172,36 @@ class InputProcessor:
             min_tokens_mask_ids=list(dict.fromkeys(every_stop)) if params.min_tokens else [],
             priority=priority,
             cache_salt=parsed.cache_salt,
+            mm_features=features,
             token_rules=rules,
             adapter=adapter,
         )
+
+    def _expand(
+        self, token_ids: list[int], parsed: ParsedPrompt, params: SamplingParams
+    ) -> tuple[list[int], list[MultiModalFeature]]:
+        """The prompt with its images' placeholders, and the images."""
+        images = self.images
+        if images is None:
+            self._refuse_images(parsed)
+            return token_ids, []
+        if parsed.images and params.truncate_prompt_tokens is not None:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens would cut images off a prompt, or into pieces; leave it"
+                " out.",
+                parameter="truncate_prompt_tokens",
+            )
+        images.check_marks(token_ids, len(parsed.images))
+        options = images.options(parsed.processor_options)
+        return images.expand(token_ids, images.prepare_all(parsed.images, options, IMAGES))
+
+    def _refuse_images(self, parsed: ParsedPrompt) -> None:
+        if parsed.images:
+            raise InvalidRequestError(
+                f"{self._name} takes no images here; leave out multi_modal_data, or use a model"
+                f" that does (docs/images.md).",
+                parameter="multi_modal_data",
+            )
 
     def _token_ids(self, parsed: ParsedPrompt, params: RequestParams) -> list[int]:
         """The prompt's ids, tokenized or checked."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tokenmill.config.engine_args import EngineArgs
     from tokenmill.config.engine_config import EngineConfig
     from tokenmill.engine.build import Progress
+    from tokenmill.features.multimodal.images import Images
     from tokenmill.tokenizer.tokenizer import Tokenizer
 
 
@@ -126,6 +127,11 @@ class LLMEngine:
             kept = self._undelivered
             self._undelivered = [output for output in kept if output.request_id not in ids]
         return [*(output for output in kept if output.request_id in ids), *outputs]
+
+    @property
+    def images(self) -> Images | None:
+        """What the model makes of images; None for one that takes none."""
+        return self._input_processor.images
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -62,6 +62,7 @@ class PoolingProcessor(InputProcessor):
             parsed = ParsedPrompt(text, None)
         else:
             parsed, second_start = parse_prompt(prompt), None
+            self._refuse_images(parsed)
             token_ids = self._token_ids(parsed, params)
             closing = self._num_closing if parsed.token_ids is None else 0
             token_ids = self._cut(token_ids, params, closing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
@@ -14,6 +14,11 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
+    """What its marks stand for: {"image": one or a list}. An image is one of pillow's, pixels as a
+    numpy array, the bytes or the path of a file, or a URL; see docs/images.md."""
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+    """Options of the model's image processor, over the engine's."""
 
 
 class TokensPrompt(TypedDict):
@@ -23,6 +28,9 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
     """The text that the ids came from, shown in the output."""
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
+    """As of a text; the ids hold one mark for each image."""
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
@@ -31,7 +39,8 @@ _LONG_TEXT = 4096
 """Characters from which on a text tokenizing would hold up an event loop."""
 _LONG_PROMPT = 16_384
 """Ids from which on checking does."""
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs")
+_MODALITIES = ("image",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,9 @@ class ParsedPrompt:
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None = None
+    images: Sequence[Any] = ()
+    processor_options: Any = None
+    """Of the image processor; not looked at yet."""
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:
@@ -90,7 +102,35 @@ def _parse_mapping(prompt: Mapping[str, Any]) -> ParsedPrompt:
             f" share the cache.",
             parameter="cache_salt",
         )
-    return ParsedPrompt(text, None if token_ids is None else list(token_ids), salt)
+    return ParsedPrompt(
+        text,
+        None if token_ids is None else list(token_ids),
+        salt,
+        _images(prompt.get("multi_modal_data")),
+        prompt.get("mm_processor_kwargs"),
+    )
+
+
+def _images(data: Any) -> Sequence[Any]:
+    if data is None:
+        return ()
+    if not isinstance(data, Mapping):
+        raise InvalidRequestError(
+            f"multi_modal_data has type {type(data).__name__}; it must be a dict such as"
+            f" {{'image': image}}.",
+            parameter="multi_modal_data",
+        )
+    for name in data:
+        if name not in _MODALITIES:
+            raise InvalidRequestError(
+                f"multi_modal_data has an unknown kind {shown(name)}."
+                f"{did_you_mean(str(name), _MODALITIES)} It takes: {', '.join(_MODALITIES)}.",
+                parameter="multi_modal_data",
+            )
+    images = data.get("image")
+    if images is None:
+        return ()
+    return images if isinstance(images, list | tuple) else [images]
 
 
 def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
@@ -107,6 +147,8 @@ def with_salt(prompt: Prompt, cache_salt: str | None) -> Prompt:
 def is_long(prompt: Any) -> bool:
     """Whether processing this prompt, whatever its form, would hold up an event loop."""
     if isinstance(prompt, Mapping):
+        if prompt.get("multi_modal_data"):
+            return True
         ids = prompt.get("prompt_token_ids")
         return is_long(prompt.get("prompt") if ids is None else ids)
     if isinstance(prompt, str):

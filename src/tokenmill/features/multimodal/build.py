@@ -6,19 +6,21 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.errors import CheckpointError, ConfigError
 from tokenmill.features.multimodal.decoding import INSTALL_PILLOW, has_pillow
 from tokenmill.features.multimodal.hashing import as_text, typed_digest
-from tokenmill.features.multimodal.images import Images
 from tokenmill.features.multimodal.processing import (
     ProcessorFiles,
     make_image_processor,
     takes_images,
 )
 from tokenmill.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenmill.features.multimodal.images import Images
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ def build_images(config: EngineConfig, tokenizer: Tokenizer | None) -> Images | 
     native = model.implementation == "tokenmill"
     if not native or model.pooling or tokenizer is None or not takes_images(model.architecture):
         return None
+    from tokenmill.features.multimodal.images import Images  # with all that fetches and decodes
+
     try:
         files = processor_files(Path(model.path), model.hf_config, tokenizer)
         processor = make_image_processor(model.architecture, files)

@@ -161,20 +161,24 @@ class Images:
             limits.take_tokens(len(prepared.token_ids))
             return prepared
 
+    def check_marks(self, token_ids: list[int], num_images: int) -> None:
+        """Raise `InvalidRequestError` for a prompt with more or fewer marks than images."""
+        num_marks = token_ids.count(self.mark_token_id)
+        if num_marks != num_images:
+            raise InvalidRequestError(
+                f"the prompt has {num_marks} image marks ({self.mark_token}), but {num_images}"
+                f" images came with it; write one mark where each image belongs.",
+                parameter="prompt",
+            )
+
     def expand(
         self, token_ids: list[int], images: Sequence[PreparedImage]
     ) -> tuple[list[int], list[MultiModalFeature]]:
         """A prompt's ids with each mark replaced by its image's placeholders, and where these are.
 
-        Raises `InvalidRequestError` if there are not as many marks as images.
+        Raises as `check_marks` does.
         """
-        num_marks = token_ids.count(self.mark_token_id)
-        if num_marks != len(images):
-            raise InvalidRequestError(
-                f"the prompt has {num_marks} image marks ({self.mark_token}), but {len(images)}"
-                f" images came with it; write one mark where each image belongs.",
-                parameter="prompt",
-            )
+        self.check_marks(token_ids, len(images))
         expanded: list[int] = []
         features = []
         begin = 0
