@@ -173,6 +173,9 @@ class RequestOutput:
     """The adapter that it runs with."""
     data_parallel_rank: int = 0
     """The replica that computes it (`data_parallel_size`)."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What another engine needs to go on with the prompt's KV, where the request had
+    `do_remote_decode`; with the last output (see docs/kv-transfer.md)."""
     pooled: Any = None
     """float32 [size], or [num_prompt_tokens, size]: the result of a pooling request, as an array of
     numpy; there are no tokens then."""

@@ -64,6 +64,12 @@ class KVTransferConfig:
         """Whether a request ends with an error if its KV could not be loaded."""
         return self.load_failure_policy == "fail"
 
+    def may_name(self, host: str) -> bool:
+        """Whether requests may have blocks fetched of this host."""
+        if self.allowed_hosts:
+            return host in self.allowed_hosts
+        return bool(self.secret) or is_loopback(host)
+
     @property
     def gives(self) -> bool:
         """Whether it holds blocks for others."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -72,6 +73,7 @@ class _Sequence:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.pooled: npt.NDArray[np.float32] | None = None
+        self.kv_transfer_params: dict[str, Any] | None = None
         self._num_tokens_sent = 0
         self._before = copy(self.metrics)
         """As of the core before this one."""
@@ -97,6 +99,7 @@ class _Sequence:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         self.error = output.error
+        self.kv_transfer_params = output.kv_transfer_params
         if output.pooled is not None:
             self.pooled = np.frombuffer(output.pooled.data, "<f4").reshape(output.pooled.shape)
         stop_string = self.detokenizer.update(
@@ -278,6 +281,7 @@ class OutputProcessor:
             metrics=_merged([sequence.metrics for sequence in shown]),
             lora_request=user.lora_request,
             pooled=first.pooled,
+            kv_transfer_params=first.kv_transfer_params,
         )
 
     def _forget(self, user: _UserRequest) -> None:

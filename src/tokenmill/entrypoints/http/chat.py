@@ -101,6 +101,7 @@ class ChatJob(GenerationJob[ChatCompletionRequest]):
             if wants_prompt
             else UNSET,
             timings=self._timings(generation),
+            kv_transfer_params=output.kv_transfer_params or UNSET,
         )
 
     def _pieces(self, generation: Generation) -> Pieces:

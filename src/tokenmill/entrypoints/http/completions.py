@@ -69,6 +69,12 @@ class CompletionJob(GenerationJob[CompletionRequest]):
         self.n = self._params.n
         self._given = completion_prompts(fields, state.args.max_prompts)
         self._num_prompts = len(self._given)
+        if fields.kv_transfer_params and self._num_prompts > 1:
+            raise InvalidRequestError(
+                f"kv_transfer_params are of one prompt, and there are {self._num_prompts}; send"
+                " them one by one.",
+                parameter="kv_transfer_params",
+            )
         self.hides_output = fields.max_tokens == 0
 
     async def _generation(self) -> Generation:
@@ -91,6 +97,7 @@ class CompletionJob(GenerationJob[CompletionRequest]):
             ],
             usage=self._usage(generation),
             timings=self._timings(generation),
+            kv_transfer_params=outputs[0].kv_transfer_params or UNSET,
         )
 
     def _pieces(self, generation: Generation) -> _Pieces:

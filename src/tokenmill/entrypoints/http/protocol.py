@@ -142,6 +142,10 @@ class SamplingFields(Struct, kw_only=True):
         dict[str, str | int | float | list[str | int | float]] | None,
         _meta("Arguments of the server's own logits processors."),
     ] = None
+    kv_transfer_params: Annotated[
+        dict[str, Any] | None,
+        _meta("Whose KV the prompt begins with, or that it is computed for another server."),
+    ] = None
     use_beam_search: Annotated[
         bool | None, _meta("The `n` most likely answers instead of sampled ones.")
     ] = None

@@ -81,6 +81,8 @@ class CompletionReply(Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | None
     timings: Timings | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    """For the request that goes on with the prompt's KV."""
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -145,6 +147,7 @@ class ChatReply(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class Model(Struct, kw_only=True):

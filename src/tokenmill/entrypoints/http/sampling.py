@@ -42,8 +42,8 @@ def sampling_params(
         given["logit_bias"] = bias
     if fields.repetition_detection is not None:
         given["repetition_detection"] = msgspec.structs.asdict(fields.repetition_detection)
-    if fields.vllm_xargs:
-        given["extra_args"] = fields.vllm_xargs
+    if fields.vllm_xargs or fields.kv_transfer_params:
+        given["extra_args"] = _extra_args(fields)
     if fields.use_beam_search:  # `n` is the width of the search; nothing is drawn
         defaults, given["temperature"] = SamplingParams(), 1.0
     params = defaults.replace(**{**given, **more})
@@ -52,6 +52,25 @@ def sampling_params(
             f"n={params.n} must be at most {args.max_n} on this server (max_n).", parameter="n"
         )
     return params
+
+
+def _extra_args(fields: SamplingFields) -> dict[str, Any]:
+    """Raises `InvalidRequestError` for KV that cannot be handed on so."""
+    extra: dict[str, Any] = dict(fields.vllm_xargs or {})
+    if fields.kv_transfer_params:
+        if fields.stream and fields.kv_transfer_params.get("do_remote_decode"):
+            raise InvalidRequestError(
+                "kv_transfer_params: a stream does not tell where the KV is that"
+                " do_remote_decode asks for; set stream=false.",
+                parameter="kv_transfer_params",
+            )
+        if fields.use_beam_search:
+            raise InvalidRequestError(
+                "kv_transfer_params cannot be searched with; leave out use_beam_search.",
+                parameter="kv_transfer_params",
+            )
+        extra["kv_transfer_params"] = fields.kv_transfer_params
+    return extra
 
 
 def logit_bias(fields: SamplingFields) -> dict[str, float] | None:

@@ -16,7 +16,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "ec_transfer_params": ({},),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "kv_transfer_params": ({},),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),

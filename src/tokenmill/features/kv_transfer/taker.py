@@ -10,7 +10,7 @@ import msgspec
 import torch
 import zmq
 
-from tokenmill.config.kv_transfer import KVTransferConfig, is_loopback
+from tokenmill.config.kv_transfer import KVTransferConfig
 from tokenmill.contracts.kv_transfer import BlockCopy, RemoteOrigin
 from tokenmill.features.kv_transfer.messages import (
     MAX_KEYS,
@@ -77,17 +77,13 @@ class Taker:
         with self._connected(origin, 0) as socket:
             self._send(socket, encode(Release(origin.remote_request_id)))
 
-    def is_allowed(self, host: str) -> bool:
-        """Whether a request may name this host."""
-        return may_name(self._config, host)
-
     def shutdown(self) -> None:
         """End all connections; may be called twice."""
         self._context.destroy(linger=_LINGER_MS)
 
     @contextmanager
     def _connected(self, origin: RemoteOrigin, num_bytes: int) -> Iterator[zmq.Socket[bytes]]:
-        if not self.is_allowed(origin.remote_host):
+        if not self._config.may_name(origin.remote_host):
             raise FetchError(f"{origin.remote_host!r} is none of the allowed hosts")
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -137,10 +133,3 @@ class Taker:
     @property
     def _timeout_ms(self) -> int:
         return int(self._config.timeout_seconds * 1000)
-
-
-def may_name(config: KVTransferConfig, host: str) -> bool:
-    """Whether requests may have blocks fetched of this host."""
-    if config.allowed_hosts:
-        return host in config.allowed_hosts
-    return bool(config.secret) or is_loopback(host)
