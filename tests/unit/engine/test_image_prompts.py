@@ -30,7 +30,9 @@ def with_images(*images, prompt=MARK, **more):
 
 def test_a_text_with_marks():
     text = f"One {MARK} two {MARK}{MARK}"
-    source = process(with_images(picture(), picture(8, 8), picture(seed=1), prompt=text))
+    source = process(
+        with_images(picture(), picture(8, 8), picture(seed=1), prompt=text), max_tokens=None
+    )
     one, two = (tiny_tokenizer().encode(each) for each in ("One ", " two "))
     expected = [*one, *TWO, *two, PLACEHOLDER, END, *TWO]
     assert source.prompt_token_ids == expected
@@ -93,7 +95,7 @@ def test_the_length_counts_placeholders():
     large = picture(8 * 22, 8 * 23)
     assert len(process(with_images(large), by).prompt_token_ids) == 507
     with pytest.raises(ContextLengthExceededError, match="512 tokens"):
-        process(with_images(large, prompt="abcdef" + MARK), by)
+        process({"prompt_token_ids": [9] * 5 + [MARK_ID], "multi_modal_data": {"image": large}}, by)
 
 
 def test_a_prompt_with_images_is_not_cut():
