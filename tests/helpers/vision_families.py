@@ -156,5 +156,72 @@ VISION_FAMILIES = [
         images="as SmolVLM",
         decoders="Llama",
     ),
+    VisionFamily(
+        name="qwen2-vl",
+        models="Qwen2-VL",
+        architecture="Qwen2VLForConditionalGeneration",
+        config_class="Qwen2VLConfig",
+        tower={
+            "depth": 3,
+            "embed_dim": 64,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "hidden_size": 128,
+            "patch_size": 4,
+        },
+        decoder={
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [12, 10, 10],
+            }
+        },
+        more={"image_token_id": IMAGE_TOKEN},
+        processor="qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLImageProcessorPil",
+        preprocessor={
+            "patch_size": 4,
+            "size": {"shortest_edge": 256, "longest_edge": 2048},
+        },
+        special_tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        images="their shape, within bounds on pixels; one token for 2 x 2 patches",
+        decoders="Qwen2, with positions in three dimensions",
+        not_supported="video",
+    ),
+    VisionFamily(
+        name="qwen2.5-vl",
+        models="Qwen2.5-VL",
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        config_class="Qwen2_5_VLConfig",
+        tower={
+            "depth": 3,
+            "hidden_size": 64,
+            "intermediate_size": 84,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+            "patch_size": 4,
+            "window_size": 24,
+            "fullatt_block_indexes": [1],
+        },
+        decoder={
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "max_window_layers": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [8, 12, 12],
+            },
+        },
+        more={"image_token_id": IMAGE_TOKEN},
+        processor="qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLImageProcessorPil",
+        preprocessor={
+            "patch_size": 4,
+            "size": {"shortest_edge": 256, "longest_edge": 2048},
+        },
+        special_tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        images="as Qwen2-VL",
+        decoders="as Qwen2-VL",
+        not_supported="video",
+    ),
 ]
 """In the order of the page; those without `models` are variants of the one above."""

@@ -129,6 +129,20 @@ def load(
     return model
 
 
+def reference_pixels(name: str, image: Image.Image, **options: Any) -> np.ndarray:
+    """transformers' pixels of an image, float32 [images, 3, height, width]."""
+    inputs = reference_processor(name)(image, return_tensors="np", **options)
+    pixels = np.asarray(inputs["pixel_values"])
+    if "image_grid_thw" not in inputs:
+        return pixels.reshape(-1, *pixels.shape[-3:])
+    # Patches, square by square, each twice for two moments.
+    (_, rows, columns), patch = inputs["image_grid_thw"][0], family_of(name).tower["patch_size"]
+    grid = pixels.reshape(rows // 2, columns // 2, 2, 2, 3, 2, patch, patch)
+    np.testing.assert_array_equal(grid[..., 0, :, :], grid[..., 1, :, :])
+    in_place = grid[..., 0, :, :].transpose(4, 0, 2, 5, 1, 3, 6)
+    return in_place.reshape(1, 3, rows * patch, columns * patch)
+
+
 @torch.inference_mode()
 def reference_embeddings(name: str, image: Image.Image, **options: Any) -> torch.Tensor:
     """transformers' embeddings of an image, by its own processor: [n, hidden_size]."""

@@ -8,6 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,9 @@ from helpers.vision_models import (
     tensors,
 )
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.contracts.request import MultiModalFeature, TensorData
 from tokenmill.errors import CheckpointError, ConfigError
+from tokenmill.features.multimodal.processing import ProcessedImage
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.loader import tensor_shapes, weight_slots
 
@@ -44,7 +47,7 @@ def test_embeddings_equal_transformers(family: VisionFamily, kernels: str) -> No
             found = model.encode("image", tensors(processed))
         wanted = reference_embeddings(family.name, image)
         assert len(found) == sum(count for _, count in processed.embed_spans)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -120,6 +123,65 @@ def test_shapes_without_weights(family: VisionFamily) -> None:
     assert set(shapes) == {slot.name for slot in weight_slots(load(saved(family.name)))}
 
 
+over_qwen = pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
+
+
+@over_qwen
+def test_three_positions_of_each_token(name: str) -> None:
+    """transformers' for a prompt of texts and two images."""
+    processor = processor_of(name)
+    token_ids, features, grids = [5, 6, 7], [], []
+    for seed, size in enumerate(SIZES):
+        processed = processor.process(picture(*size, seed), {})
+        features.append(feature(processed, offset=len(token_ids)))
+        token_ids += [*processed.token_ids, 9, 10]
+        _, height, width, _ = processed.inputs["pixels"].shape
+        grids.append([1, height // 4, width // 4])
+    model = load(saved(name))
+    assert model.mrope_positions(token_ids[:3], []) is None
+    found = model.mrope_positions(token_ids, features[::-1])
+    assert found is not None
+    assert found.dtype == np.int64
+    is_image = torch.tensor([token_ids]) == processor.mark_token_id
+    wanted, delta = reference(name).model.get_rope_index(
+        torch.tensor([token_ids]), is_image.int(), torch.tensor(grids)
+    )
+    np.testing.assert_array_equal(found, wanted[:, 0].numpy())
+    assert found.max() + 1 - len(token_ids) == int(delta)
+    assert found.max() < len(token_ids)  # tables of angles are long enough
+
+
+@over_qwen
+def test_frequencies_go_by_one_of_three_positions(name: str) -> None:
+    model = load(saved(name))
+    (rotary, *others) = {layer.rotary for layer in model.attention_layers().values()}
+    assert not others
+    positions = torch.tensor([[0, 3, 3, 9], [0, 4, 5, 9], [0, 6, 7, 9]])
+    found = rotary.at(positions)
+    theirs = reference(name).model.language_model.rotary_emb
+    cos, sin = theirs(torch.zeros(1), positions[:, None])
+    half = cos.shape[-1] // 2
+    torch.testing.assert_close(found.cos[found.positions], cos[0, :, :half])
+    torch.testing.assert_close(found.sin[found.positions], sin[0, :, :half])
+    plain = rotary.at(torch.tensor([0, 9]))
+    assert torch.equal(plain.cos[plain.positions], found.cos[[0, 3]])
+
+
+def feature(processed: ProcessedImage, offset: int) -> MultiModalFeature:
+    """As a front end sends it."""
+    return MultiModalFeature(
+        content_hash="",
+        modality="image",
+        offset=offset,
+        length=len(processed.token_ids),
+        inputs={
+            name: TensorData(str(array.dtype), array.shape, array.tobytes())
+            for name, array in processed.inputs.items()
+        },
+        embed_spans=processed.embed_spans,
+    )
+
+
 def edited(tmp_path: Path, name: str, **changes: object) -> Path:
     """A copy of a model whose config.json says something else."""
     shutil.copytree(saved(name), tmp_path, dirs_exist_ok=True)
@@ -138,6 +200,14 @@ def edited(tmp_path: Path, name: str, **changes: object) -> Path:
         ("llava", {"vision_feature_select_strategy": "cls"}, "'cls' is not supported"),
         ("llava", {"projector_hidden_act": "mish"}, "projector_hidden_act='mish'"),
         ("llava", {"vision_config": {"model_type": "idefics3"}}, "LLaVA is not supported with"),
+        (
+            "qwen2-vl",
+            {"text_config": {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 2, 3]}}},
+            "three counts that add up to 32",
+        ),
+        ("qwen2-vl", {"vision_config": {"num_heads": 3}}, "3 heads of 64 values"),
+        ("qwen2-vl", {"vision_config": {"hidden_size": 64}}, "embeddings of 64 values"),
+        ("qwen2.5-vl", {"vision_config": {"fullatt_block_indexes": 3}}, "a list of layers"),
         ("smolvlm", {"scale_factor": 3}, "not a multiple of scale_factor=3"),
         ("smolvlm", {"vision_config": {"num_attention_heads": 5}}, "5 heads, which do not divide"),
     ],
@@ -160,6 +230,24 @@ def test_configs_that_cannot_work(
 def test_parts_that_are_not_known(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(edited(tmp_path, "llava", **changes))
+
+
+def test_qwen2_vl_as_hubs_have_it(tmp_path: Path) -> None:
+    """The decoder's parameters at the top, and a type of RoPE that is none."""
+    path = edited(tmp_path, "qwen2-vl")
+    config = json.loads((path / "config.json").read_text())
+    text = config.pop("text_config")
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": [12, 10, 10]}
+    text["rope_theta"] = text.pop("rope_parameters")["rope_theta"]
+    config["vision_config"]["model_type"] = "qwen2_vl"
+    (path / "config.json").write_text(json.dumps(text | config | {"model_type": "qwen2_vl"}))
+    ids = [5, 17, 200, 33, 90]
+    with torch.inference_mode():
+        found, wanted = (
+            each.compute_logits(PagedRun(each, "float32").prefill("a", ids))
+            for each in (load(path), load(saved("qwen2-vl")))
+        )
+    assert torch.equal(found, wanted)
 
 
 def test_what_a_config_leaves_out_is_the_library_s_default(tmp_path: Path) -> None:

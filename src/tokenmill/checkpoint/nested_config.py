@@ -23,6 +23,8 @@ VISION_ARCHITECTURES = frozenset(
         "LlavaForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "SmolVLMForConditionalGeneration",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
     }
 )
 
@@ -43,6 +45,18 @@ _QWEN2 = _LLAMA | {
     "max_position_embeddings": 32768,
     "eos_token_id": None,
 }
+_QWEN2_VL = _QWEN2 | {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "eos_token_id": 151645,
+}
 _TEXT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _LLAMA),
     "mistral": (
@@ -57,6 +71,8 @@ _TEXT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2ForCausalLM", _QWEN2),
     "qwen3": ("Qwen3ForCausalLM", _QWEN2 | {"head_dim": 128}),
+    "qwen2_vl_text": ("Qwen2ForCausalLM", _QWEN2_VL),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN2_VL),
 }
 """`model_type` of a `text_config` -> the decoder's own architecture, and what a file leaves out."""
 
@@ -73,12 +89,40 @@ _CLIP = {
 }
 _SIGLIP = _CLIP | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 _IDEFICS3 = _SIGLIP | {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
+_QWEN2_TOWER = {
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "hidden_act": "quick_gelu",
+    "mlp_ratio": 4,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN2_5_TOWER = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "hidden_act": "silu",
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
 _VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     "clip_vision_model": _CLIP,
     "siglip_vision_model": _SIGLIP,
     "idefics3": _IDEFICS3,
     "idefics3_vision": _IDEFICS3,
     "smolvlm_vision": _IDEFICS3,
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2_TOWER),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN2_5_TOWER),
 }
 """`model_type` of a `vision_config` -> what a file leaves out."""
 
@@ -86,6 +130,8 @@ _DEFAULT_KINDS = {
     "LlavaForConditionalGeneration": ("llama", "clip_vision_model"),
     "Idefics3ForConditionalGeneration": ("llama", "idefics3_vision"),
     "SmolVLMForConditionalGeneration": ("llama", "smolvlm_vision"),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", "qwen2_vl_vision"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "qwen2_5_vl_vision"),
 }
 """`model_type` of both parts, where they do not say."""
 
@@ -162,7 +208,22 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     flat["vision_config"] = {**tower_defaults, **vision, "model_type": vision_kind}
     if "image_token_index" in config:
         flat.setdefault("image_token_id", config["image_token_index"])
+    if architecture.startswith("Qwen2"):
+        flat.update(_rope_of_three(flat))
     return flat
+
+
+def _rope_of_three(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE settings of a decoder whose tokens have three positions: older files call its type
+    `mrope`, and the split of its frequencies is a default.
+    """
+    key = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
+    settings = {"mrope_section": [16, 24, 24], **(flat.get(key) or {})}
+    renamed = {
+        name: "default" if name in ("type", "rope_type") and value == "mrope" else value
+        for name, value in settings.items()
+    }
+    return {key: renamed}
 
 
 def canonical_name(name: str) -> str:

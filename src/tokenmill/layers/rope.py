@@ -12,6 +12,10 @@ Types and keys are those of Hugging Face configs:
 `dynamic` and `longrope` depend on a length. It is `max_model_len`, once and for all: with the
 length of the text so far, a token's key would change while its text grows, and a cached key would
 be wrong.
+
+With `mrope_section`, a token has three positions (time, height, width), and each of its frequencies
+goes by one of them (Wang et al., 2024, Qwen2-VL): so many by the first, then by the second, then by
+the third.
 """
 
 from __future__ import annotations
@@ -116,6 +120,7 @@ class RotaryEmbedding(nn.Module):
 
     cos: torch.Tensor
     sin: torch.Tensor
+    axes: torch.Tensor | None
 
     def __init__(self, config: RopeConfig, head_size: int, max_model_len: int) -> None:
         super().__init__()
@@ -130,10 +135,37 @@ class RotaryEmbedding(nn.Module):
         angles = torch.arange(max_model_len).float()[:, None] * inv_freq
         self.register_buffer("cos", angles.cos() * attention_factor, persistent=False)
         self.register_buffer("sin", angles.sin() * attention_factor, persistent=False)
+        self.register_buffer("axes", _axes(config, rotary_dim // 2), persistent=False)
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of tokens at these positions, int64 [N]; attention applies it."""
-        return Rotation(positions, self.cos, self.sin)
+        """The rotation of tokens at these positions, int64 [N]; attention applies it.
+
+        Positions [3, N] are those of tokens with three.
+        """
+        if positions.ndim == 1:
+            return Rotation(positions, self.cos, self.sin)
+        assert self.axes is not None
+        rows = positions[self.axes].t()  # [N, rotary_dim / 2]
+        order = torch.arange(len(rows), device=rows.device)
+        return Rotation(order, self.cos.gather(0, rows), self.sin.gather(0, rows))
+
+
+def _axes(config: RopeConfig, num_frequencies: int) -> torch.Tensor | None:
+    """Which of three positions each frequency goes by, int64; None where there is one position."""
+    sections = config.scaling.get("mrope_section")
+    if sections is None:
+        return None
+    if (
+        not isinstance(sections, Sequence)
+        or len(sections) != 3
+        or not all(isinstance(each, int) and each >= 0 for each in sections)
+        or sum(sections) != num_frequencies
+    ):
+        raise ConfigError(
+            f"RoPE: mrope_section is {shown(sections)}, but must be three counts that add up to"
+            f" {num_frequencies} frequencies."
+        )
+    return torch.arange(3).repeat_interleave(torch.tensor(sections))
 
 
 def _exponents(rotary_dim: int) -> torch.Tensor:

@@ -63,7 +63,9 @@ class SupportsMultiModal(Protocol):
         """Positions of a prompt, int64 [3, len(token_ids)], of a model with three for each token;
         None of one whose positions are plain.
 
-        Behind the prompt all three go on by one, from the prompt's greatest + 1.
+        Behind the prompt all three go on by one, from the prompt's greatest + 1. `forward` takes
+        positions [3, num_tokens], or [num_tokens] where the three of each token are the same, as
+        they are for all of a text without images, and behind any prompt.
         """
         ...
 

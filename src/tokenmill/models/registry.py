@@ -35,6 +35,8 @@ MODELS: dict[str, str] = {
     "LlavaForConditionalGeneration": "llava:LlavaForConditionalGeneration",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLForConditionalGeneration",
     "BertModel": "bert:BertModel",
     "BertForSequenceClassification": "bert:BertForSequenceClassification",
     "RobertaModel": "bert:BertModel",

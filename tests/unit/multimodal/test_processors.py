@@ -17,6 +17,7 @@ from helpers.vision_models import (
     picture,
     processor_of,
     reference,
+    reference_pixels,
     reference_processor,
     tokenizer_of,
 )
@@ -39,12 +40,9 @@ def pixels_of(inputs: dict[str, np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_pixels_are_transformers(family: VisionFamily, size: tuple[int, int]) -> None:
     image = picture(*size)
-    wanted = reference_processor(family.name)(image, return_tensors="np")["pixel_values"]
     processor = processor_of(family.name)
     processed = processor.process(image, {})
-    np.testing.assert_array_equal(
-        pixels_of(processed.inputs), wanted.reshape(-1, *wanted.shape[-3:])
-    )
+    np.testing.assert_array_equal(pixels_of(processed.inputs), reference_pixels(family.name, image))
     assert len(processed.token_ids) == processor.num_tokens(*size, {})
     assert all(array.flags.c_contiguous for array in processed.inputs.values())
     assert processed.inputs["pixels"].dtype == np.uint8
@@ -167,6 +165,42 @@ def narrow_image(processor: Any) -> Any:
     return lambda: processor.process(picture(3, 700), {})
 
 
+@pytest.mark.parametrize(
+    ("options", "theirs"),
+    [
+        ({"max_pixels": 512}, {"shortest_edge": 256, "longest_edge": 512}),
+        ({"min_pixels": 1500}, {"shortest_edge": 1500, "longest_edge": 2048}),
+        ({"size": {"longest_edge": 300}}, {"shortest_edge": 256, "longest_edge": 300}),
+    ],
+    ids=str,
+)
+def test_bounds_of_a_request(options: dict[str, Any], theirs: dict[str, int]) -> None:
+    processor = processor_of("qwen2-vl")
+    for size in SIZES:
+        image = picture(*size)
+        processed = processor.process(image, options)
+        wanted = reference_pixels("qwen2-vl", image, size=theirs)
+        np.testing.assert_array_equal(pixels_of(processed.inputs), wanted)
+        assert len(processed.token_ids) == processor.num_tokens(*size, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_pixels": 0}, "max_pixels is 0, but must be pixels from 1 to 2048"),
+        ({"max_pixels": 4096}, "from 1 to 2048"),
+        ({"min_pixels": True}, "min_pixels is True"),
+        ({"min_pixels": 1000, "max_pixels": 500}, "must be at most max_pixels, 500"),
+        ({"size": 7}, "an object with shortest_edge"),
+        ({"size": {"height": 7}}, "an object with shortest_edge"),
+    ],
+)
+def test_bounds_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        processor_of("qwen2-vl").num_tokens(30, 30, options)
+    assert caught.value.parameter == "mm_processor_kwargs"
+
+
 @over_tiled
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -196,6 +230,7 @@ def test_options_that_cannot_be(name: str, options: dict[str, Any], message: str
         ("llava", {"rescale_factor": "1/255"}, "rescale_factor is '1/255'"),
         ("llava", {"resample": 9}, "resample is 9"),
         ("llava-siglip", {"size": {"height": 28, "width": 28}}, "images of 28 x 28"),
+        ("qwen2-vl", {"patch_size": 6}, "patch_size is 6, but the model's tower has patch_size=4"),
         ("smolvlm", {"max_image_size": {"longest_edge": 21}}, "max_image_size=21 makes 3 patches"),
     ],
 )

@@ -18,6 +18,8 @@ IMAGE_PROCESSORS: dict[str, str] = {
     "LlavaForConditionalGeneration": "llava:LlavaImageProcessor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3ImageProcessor",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3ImageProcessor",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
 }
 """Architecture, as a config.json names it -> module of `processors`, and class."""
 
