@@ -89,6 +89,22 @@ class EngineArgs:
     """Run every step recorded and directly, and compare the bits; for whoever changes a kernel."""
     num_threads: int | None = None
     """Compute threads, of each replica."""
+    tensor_parallel_size: int = 1
+    """Processes among which each layer is divided (see docs/parallel.md)."""
+    pipeline_parallel_size: int = 1
+    """Stages among which the layers are divided, each of tensor_parallel_size processes."""
+    distributed_executor_backend: str | None = None
+    """How the processes of a model are started: uni (there is only one) or mp; by default as the
+    sizes above need."""
+    nnodes: int = 1
+    """Machines that these processes are on, as many on each; on all but the first, start
+    `tokenmill serve --headless` with the same settings."""
+    node_rank: int = 0
+    """Which of the machines this is; the server is on 0."""
+    master_addr: str = "127.0.0.1"
+    """Address of machine 0, on a network that nobody else can reach."""
+    master_port: int = 29_501
+    """TCP port of machine 0 where the others announce themselves."""
     data_parallel_size: int = 1
     """Replicas of the model, each an engine core in a process of its own with its own KV cache and
     its share of the processors and of the memory, or a GPU of its own; requests go where their
@@ -165,6 +181,16 @@ class EngineArgs:
     """Hosts from which images are fetched: example.org, *.example.org for those below it,
     example.org:8443 for another port than the usual one, or * for every public host. Without it,
     nothing is fetched."""
+    kv_transfer_config: dict[str, Any] = field(default_factory=dict)
+    """KV outside the pool, as JSON on the command line: kv_connector (OffloadingConnector,
+    TCPConnector or MultiConnector), kv_role, kv_ip, kv_port, kv_load_failure_policy,
+    kv_connector_extra_config, ... (see docs/kv-transfer.md). Results are the same with it and
+    without."""
+    kv_offload_dir: str | None = None
+    """Directory in which blocks of the KV cache are kept that are no longer in use: they are found
+    again after they were evicted, and after a restart. Engines may share it."""
+    kv_offload_gb: float | None = None
+    """GiB that the directory may hold; 10 by default."""
     skip_tokenizer_init: bool = False
     """Work with token ids only; text goes neither in nor out."""
 

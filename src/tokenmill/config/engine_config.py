@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenmill.config.kv_transfer import KVTransferConfig
 from tokenmill.config.multimodal import MultiModalConfig
+from tokenmill.config.parallel import ParallelConfig
 from tokenmill.config.speculation import SpeculativeConfig, max_drafts
 from tokenmill.config.structured_outputs import StructuredOutputsConfig
 
@@ -212,6 +214,10 @@ class EngineConfig:
     multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     encoder: EncoderConfig | None = None
     """None takes text only."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Of memory, heads and threads, the numbers here are those of the rank with most."""
+    kv_transfer: KVTransferConfig | None = None
+    """None keeps KV in the pool only."""
     data_parallel_size: int = 1
     """Replicas; all other numbers are those of one."""
     reasons: tuple[Reason, ...] = ()

@@ -1,4 +1,4 @@
-"""How a KV pool's blocks lie, by arithmetic: what `worker/kv_groups.py` will make of the layers.
+"""How a KV pool's blocks lie, by arithmetic: what `contracts/kv_groups.py` will make of the layers.
 
     layers      w w w f w w w f     w: with a window, f: sees everything
     groups      [w w][w w][w w][f f]    each with block tables of its own
@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tokenmill.checkpoint.nested_config import DECODER_ARCHITECTURE
 from tokenmill.config.memory import StepShape, layer_kv_bytes
 from tokenmill.config.parameters import ModelParameters
 from tokenmill.config.state_space import MOST_STATE_BLOCKS
@@ -63,6 +64,15 @@ class KVLayout:
         """Bytes of `block_size` tokens in the layers of a group."""
         of_group = self.bytes_per_token * self._group_size
         return self.block_size * (of_group + self.draft_bytes_per_token)
+
+    def spread_over(self, num_stages: int) -> KVLayout:
+        """What the stage with most layers keeps: each group's layers are spread over all stages."""
+        if num_stages == 1:
+            return self
+        of_stage = -(-self._group_size // num_stages)
+        return replace(
+            self, bytes_per_token=-(-self.bytes_per_token * of_stage // self._group_size)
+        )
 
     @property
     def has_windows(self) -> bool:
@@ -181,6 +191,7 @@ def model_windows(
     """
     if parameters.states is not None:
         return (None,) * parameters.num_kv_layers
-    if implementation != "tokenmill" or "ForCausalLM" not in parameters.architecture:
+    decoder = hf_config.get(DECODER_ARCHITECTURE, parameters.architecture)
+    if implementation != "tokenmill" or "ForCausalLM" not in decoder:
         return (None,) * parameters.num_layers
     return layer_windows(hf_config)

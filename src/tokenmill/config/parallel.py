@@ -85,8 +85,14 @@ class ParallelConfig:
 
     @property
     def groups_share_memory(self) -> bool:
-        """Whether the ranks of a stage are on one machine."""
+        """Whether the ranks of each stage are on one machine."""
         return self.num_local % self.tensor_parallel_size == 0
+
+    def uses_process_group(self, has_native_kernels: bool) -> bool:
+        """Whether ranks send each other something that does not go through shared memory."""
+        if self.pipeline_parallel_size > 1:
+            return True
+        return self.world_size > 1 and not (self.groups_share_memory and has_native_kernels)
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:

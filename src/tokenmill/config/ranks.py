@@ -129,6 +129,11 @@ def _check_features(args: EngineArgs, device: str) -> None:
             f"{given} with enable_lora is not supported: adapters are not divided among ranks."
             f" Merge the adapter into the weights, or use data_parallel_size."
         )
+    if args.kv_transfer_config or args.kv_offload_dir or args.kv_offload_gb:
+        raise ConfigError(
+            f"{given} with KV offload or KV transfer is not supported: blocks are divided among"
+            f" ranks. Leave kv_transfer_config, kv_offload_gb and kv_offload_dir out."
+        )
     speculates = args.speculative_config or args.spec_method or args.spec_model
     if speculates and args.pipeline_parallel_size > 1:
         raise ConfigError(

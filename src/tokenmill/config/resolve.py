@@ -35,6 +35,7 @@ from tokenmill.config.engine_config import (
 from tokenmill.config.kv_cache_dtype import choose_kv_dtype
 from tokenmill.config.kv_layout import kv_layout
 from tokenmill.config.kv_pool import PoolSize, size_pool
+from tokenmill.config.kv_transfer import resolve_kv_transfer
 from tokenmill.config.lora import resolve_lora
 from tokenmill.config.machine import Machine
 from tokenmill.config.memory import Weights, empty_ledger
@@ -42,6 +43,7 @@ from tokenmill.config.multimodal import resolve_multimodal
 from tokenmill.config.parameters import ModelParameters, at_least, one_of, read_parameters
 from tokenmill.config.pooling import resolve_pooling
 from tokenmill.config.quantization import held_weights
+from tokenmill.config.ranks import check_quantized_parts, rank_share, resolve_parallel
 from tokenmill.config.scheduling import Sizing, scheduler_config, step_shape
 from tokenmill.config.speculation import SpeculativeConfig, max_drafts, resolve_speculation
 from tokenmill.config.structured_outputs import read_structured_outputs_config
@@ -76,6 +78,9 @@ def resolve(
     hf_config = apply_overrides(config, args.hf_overrides)
     pooling, parameters, speculation, args = _kind(args, hf_config, path, implementation)
     device = _device(args, machine, choices)
+    parallel = resolve_parallel(args, hf_config, parameters, implementation, device)
+    rank = rank_share(parallel, machine, parameters, tensor_shapes)
+    machine, parameters, tensor_shapes = rank.machine, rank.parameters, rank.tensor_shapes
     defaults = DEFAULTS[device]
     dtype = _dtype(args, device, choices)
     lora = resolve_lora(args, dtype, device)
@@ -84,6 +89,7 @@ def resolve(
     max_model_len = _max_model_len(args, parameters, choices)
     kernels = choose_kernels(device, dtype, machine)
     weights = held_weights(tensor_shapes, tensor_formats, args.quantization, device, dtype, kernels)
+    check_quantized_parts(weights.quantization, parameters, parallel)
     kv_dtype = _kv_dtype(args, weights, parameters, kernels, block_size, choices)
     sizing = Sizing(weights, parameters, flops_per_second(kernels, num_threads), defaults)
     step = step_shape(args, sizing, max_model_len, max_drafts(speculation), choices)
@@ -92,7 +98,7 @@ def resolve(
     encoder = None if pooling else resolve_encoder(args, hf_config, implementation, step)
     ledger = empty_ledger(machine, weights, parameters, step, device, lora)
     ledger = with_encoder(with_draft(ledger, speculation, step), encoder, parameters, dtype)
-    layout = beside_draft(layout, speculation)
+    layout = beside_draft(layout.spread_over(parallel.pipeline_parallel_size), speculation)
     pool = size_pool(args, step, layout, ledger, defaults.kv_cache_memory_fraction)
     max_model_len = _what_fits(max_model_len, pool, choices)
     return EngineConfig(
@@ -108,6 +114,8 @@ def resolve(
         speculation=speculation,
         lora=lora,
         encoder=encoder,
+        kv_transfer=resolve_kv_transfer(args, device, speculation, pools=pooling is not None),
+        parallel=parallel,
         **_by_themselves(args),
         reasons=tuple(choices.reasons),
     )

@@ -28,6 +28,7 @@ from tokenmill.core.build import build_scheduler
 from tokenmill.engine.client import EngineCoreClient, InProcessClient
 from tokenmill.engine.collection import collection_postponed
 from tokenmill.engine.core import EngineCore
+from tokenmill.engine.executors import start_workers
 from tokenmill.engine.generation_defaults import (
     default_sampling_params,
     end_token_ids,
@@ -48,6 +49,8 @@ from tokenmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenmill.checkpoint.checkpoint import Checkpoint
+    from tokenmill.worker.ranks import SeveralRanks
+    from tokenmill.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -261,21 +264,31 @@ def _build_core(
     args: EngineArgs,
     tokenizer: Callable[[], Tokenizer | None],
 ) -> EngineCore:
-    """Workers, executor and scheduler. Here torch is imported for the first time."""
-    from tokenmill.executor.local import local_executor
-    from tokenmill.worker.build import build_worker
-
-    worker = build_worker(config, checkpoint, lambda done, total: progress("load", done, total))
+    """Workers, executor and scheduler."""
+    workers = start_workers(
+        args, config, checkpoint, lambda done, total: progress("load", done, total)
+    )
     depth = config.scheduler.max_steps_in_flight
-    executor = local_executor(worker, background=depth > 1 and config.device == "cpu")
     generation = generation_config(args, checkpoint.generation_config)
     grammars: GrammarManager = NoGrammars()
     if not args.skip_tokenizer_init:
         grammars = build_grammars(
             config, tokenizer, lambda known: _end_token_ids(config, generation, known)
         )
-    scheduler = build_scheduler(config, worker.kv_cache_config, grammars, worker.kv_transfer)
-    return EngineCore(scheduler, executor, max_steps_in_flight=depth, grammars=grammars)
+    scheduler = build_scheduler(config, workers.kv_cache_config, grammars, workers.kv_transfer)
+    return EngineCore(scheduler, workers.executor, max_steps_in_flight=depth, grammars=grammars)
+
+
+def build_rank(
+    args: EngineArgs,
+    config: EngineConfig,
+    on_progress: Callable[[int, int], None],
+    ranks: SeveralRanks,
+) -> Worker:
+    """The worker of one rank of a settled config, in a process of its own."""
+    from tokenmill.worker.build import build_worker
+
+    return build_worker(config, _opener(args)(Path(config.model.path)), on_progress, ranks)
 
 
 def _opener(args: EngineArgs, *, without_torch: bool = False) -> Callable[[Path], Checkpoint]:

@@ -19,6 +19,10 @@ class TensorGroup(Protocol):
     rank: int
     size: int
 
+    def __hash__(self) -> int:
+        """By identity: kernels are kept by group."""
+        ...
+
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In what type products are made that `all_reduce` takes, of activations in `dtype`."""
         ...

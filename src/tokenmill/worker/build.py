@@ -26,8 +26,8 @@ from tokenmill.worker.graphs.decode import record_decode_steps
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
-from tokenmill.worker.model_runner import ModelRunner
 from tokenmill.worker.pooling.build import build_pooling_worker
+from tokenmill.worker.ranks import ONE_RANK, OneRank
 from tokenmill.worker.row_params import build_row_params
 from tokenmill.worker.worker import Worker
 
@@ -38,8 +38,10 @@ def build_worker(
     config: EngineConfig,
     checkpoint: Checkpoint,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ranks: OneRank = ONE_RANK,
 ) -> Worker:
-    """Load the model, allocate its KV cache, and make the worker that runs it.
+    """Load the model, allocate its KV cache, and make the worker that runs it; of several ranks,
+    that of one.
 
     `on_progress` is called with the bytes of the checkpoint loaded so far, and in total. Raises
     `CheckpointError` and `ConfigError` as `load_model` and `select_backend` do.
@@ -50,12 +52,12 @@ def build_worker(
         return build_gpu_worker(config, checkpoint, on_progress)
     _set_num_threads(config)
     quantization = cast(Quantization | None, config.quantization)
-    kernels = layer_kernels(getattr(torch, config.model.dtype), quantization)
+    kernels = layer_kernels(getattr(torch, config.model.dtype), quantization, ranks.group)
     model = load_model(config.model, checkpoint, on_progress, kernels=kernels)
     if config.model.pooling is not None:
         return build_pooling_worker(config, model)
     cache = kv_cache_config(config, model)
-    runner = ModelRunner(
+    runner = ranks.make_runner(
         model,
         bind_attention(config, model, cache, torch.device(config.device)),
         RunnerLimits(

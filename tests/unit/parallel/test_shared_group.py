@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tokenmill.kernels import native, shared_group
-from tokenmill.kernels.shared_group import SLOT_BYTES, create_memory, sum_in_order
+from tokenmill.kernels.rank_memory import SLOT_BYTES, create_memory
+from tokenmill.kernels.shared_group import sum_in_order
 from tokenmill.parallel.group import SharedMemoryGroup
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")

@@ -1,0 +1,44 @@
+"""What carries plans to workers: one in this process, or ranks in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tokenmill.checkpoint.checkpoint import Checkpoint
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.contracts.seams import Executor, KVTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """A model that is loaded."""
+
+    executor: Executor
+    kv_cache_config: KVCacheConfig
+    kv_transfer: KVTransfer | None = None
+
+
+def start_workers(
+    args: EngineArgs,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    on_progress: Callable[[int, int], None],
+) -> Workers:
+    """Load the model. In this process, torch is imported for that; several ranks open the files
+    that `args` name themselves.
+    """
+    if config.parallel.world_size > 1:
+        from tokenmill.executor.multiproc import MultiprocExecutor
+
+        ranks = MultiprocExecutor(args, config, on_progress)
+        return Workers(ranks, ranks.kv_cache_config)
+    from tokenmill.executor.local import local_executor
+    from tokenmill.worker.build import build_worker
+
+    worker = build_worker(config, checkpoint, on_progress)
+    background = config.scheduler.max_steps_in_flight > 1 and config.device == "cpu"
+    executor = local_executor(worker, background=background)
+    return Workers(executor, worker.kv_cache_config, worker.kv_transfer)

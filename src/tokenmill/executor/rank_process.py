@@ -1,0 +1,223 @@
+"""The process of one rank: `python -m tokenmill.executor.rank_process`.
+
+Started by `launch.py` only. It builds the worker that it is told to build and then does what the
+executor says, until either ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from tokenmill.config.parallel import RankPlace
+from tokenmill.contracts.encoding import describe
+from tokenmill.executor import messages
+from tokenmill.executor.lifeline import end_with_parent
+from tokenmill.parallel.join import join_group
+from tokenmill.worker.ranks import SeveralRanks
+from tokenmill.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_INTERVAL = 0.05
+"""Seconds between two messages on how far the rank is loaded."""
+_CONNECT_INTERVAL = 0.2
+"""Between two attempts to reach an executor on another machine."""
+
+
+class Channel:
+    """The stream to the executor; threads may send at the same time."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def send(self, message: messages.FromRank) -> None:
+        data = messages.frame(message)
+        with self._lock:
+            self._stream.sendall(data)
+
+    def receive(self) -> messages.ToRank:
+        """The next message. Raises `EOFError` if the executor has gone."""
+        return messages.receive_to_rank(self._stream)
+
+
+class _LogSender(logging.Handler):
+    """Gives a rank's logs to the executor."""
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        super().__init__()
+        self._channel = channel
+        self._rank = rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._rank and record.levelno < logging.WARNING:
+            return  # all ranks choose alike, and the first one tells
+        message = self.format(record)
+        if self._rank:
+            message = f"rank {self._rank}: {message}"
+        self._channel.send(messages.LogRecord(record.name, record.levelno, message, record.created))
+
+
+class RankLoop:
+    """Messages in, steps, results out."""
+
+    def __init__(self, worker: Worker, channel: Channel, ranks: SeveralRanks, output: bool) -> None:
+        self._worker = worker
+        self._channel = channel
+        self._group = ranks.group
+        self._is_output = output
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="tokenmill-adapters")
+
+    def run(self) -> None:
+        """Work until the executor says stop, or has gone."""
+        while True:
+            try:
+                message = self._channel.receive()
+            except EOFError:
+                return
+            match message:
+                case messages.Execute(plan):
+                    self._worker.execute_model(plan)
+                case messages.Sample(grammar_output):
+                    output = self._worker.sample_tokens(grammar_output).result()
+                    if self._group.is_broken:
+                        raise RuntimeError("the ranks are not in step")
+                    if self._is_output:
+                        self._channel.send(messages.StepResult(output))
+                case messages.LoadAdapter(number, directory):
+                    self._reading.submit(self._load_adapter, number, directory)
+                case messages.Stop():
+                    return
+                case _:
+                    raise AssertionError(f"{type(message).__name__} comes at another time")
+
+    def _load_adapter(self, number: int, directory: str) -> None:
+        try:
+            info, error = self._worker.load_adapter(directory), None
+        except Exception as raised:  # noqa: BLE001 - the process boundary: it is raised there
+            info, error = None, describe(raised)
+        self._channel.send(messages.AdapterLoaded(number, info, error))
+
+
+def build(setup: messages.RankSetup, channel: Channel, ranks: SeveralRanks) -> Worker:
+    """Make the worker by the factory that the setup names."""
+    module, _, name = setup.factory.partition(":")
+    factory: Callable[..., Worker] = getattr(importlib.import_module(module), name)
+    last_sent = 0.0
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal last_sent
+        now = time.monotonic()
+        if ranks.place.rank == 0 and (done >= total or now - last_sent > _PROGRESS_INTERVAL):
+            last_sent = now
+            channel.send(messages.LoadProgress(done, total))
+
+    return factory(setup.args, setup.config, on_progress, ranks)
+
+
+def serve(channel: Channel, memory_fd: int) -> int:
+    """Build the rank and run its loop; the process's exit status."""
+    setup = channel.receive()
+    assert isinstance(setup, messages.RankSetup), "the setup comes first"
+    package_logger = logging.getLogger("tokenmill")
+    package_logger.setLevel(setup.log_level)
+    package_logger.addHandler(_LogSender(channel, setup.rank))
+    ranks = None
+    try:
+        ranks = _join_ranks(setup, memory_fd, channel)
+        worker = build(setup, channel, ranks)
+        channel.send(messages.Built.of(worker.kv_cache_config))
+        is_output = setup.rank == setup.config.parallel.output_rank
+        RankLoop(worker, channel, ranks, is_output).run()
+    except Exception as error:  # the process boundary: the executor raises it again
+        is_consequence = ranks is not None and ranks.group.is_broken
+        if ranks is not None:
+            ranks.break_up()
+        logger.debug("Rank %d failed.", setup.rank, exc_info=True)
+        channel.send(messages.Failed(describe(error), is_consequence))
+        return 1
+    return 0
+
+
+def _join_ranks(setup: messages.RankSetup, memory_fd: int, channel: Channel) -> SeveralRanks:
+    parallel = setup.config.parallel
+    place = parallel.place(setup.rank)
+    _take_processors(place)
+    group = join_group(
+        parallel,
+        place,
+        memory_fd=None if memory_fd < 0 else memory_fd,
+        store_address=setup.store_address,
+        tell_address=lambda address: channel.send(messages.StoreAddress(address)),
+    )
+    return SeveralRanks(place, group)
+
+
+def _take_processors(place: RankPlace) -> None:
+    """Keep to this rank's share of the processors that the process may use, if there are enough."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    processors = sorted(os.sched_getaffinity(0))
+    count = len(processors) // place.num_local
+    if count:
+        first = place.local_rank * count
+        os.sched_setaffinity(0, processors[first : first + count])
+
+
+def _connect(address: str, rank: int) -> socket.socket:
+    """The stream to the executor at `fd:number` or `host:port`; that one may come later than we."""
+    kind, _, rest = address.partition(":")
+    if kind == "fd":
+        os.set_inheritable(int(rest), False)
+        return socket.socket(fileno=int(rest))
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            stream = socket.create_connection((host, int(port)))
+            break
+        except OSError:
+            time.sleep(_CONNECT_INTERVAL)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.sendall(messages.frame(messages.Hello(rank)))
+    return stream
+
+
+def main(
+    address: str, *, rank: int, parent_pid: int, dies_with_thread: bool, memory_fd: int
+) -> None:
+    """Be the rank of the executor at `address`, until either ends."""
+    # The executor decides when to end; a signal to the whole process group is meant for it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    if memory_fd >= 0:
+        os.set_inheritable(memory_fd, False)
+    end_with_parent(parent_pid, dies_with_thread=dies_with_thread)
+    try:
+        status = serve(Channel(_connect(address, rank)), memory_fd)
+    except (EOFError, ConnectionError):  # the executor has gone
+        status = 1
+    # Threads of kernels and of torch have nothing left to do, and nothing to say about it.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(
+        sys.argv[1],
+        rank=int(sys.argv[2]),
+        parent_pid=int(sys.argv[3]),
+        dies_with_thread=sys.argv[4] == "1",
+        memory_fd=int(sys.argv[5]),
+    )
