@@ -5,7 +5,9 @@ same bits however they are computed.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +26,14 @@ from helpers.vision_models import (
     saved,
     tensors,
 )
+from tokenmill import LLM, SamplingParams
+from tokenmill.checkpoint.nested_config import is_of_tower
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.resolve import apply_overrides
 from tokenmill.contracts.request import MultiModalFeature, TensorData
 from tokenmill.errors import CheckpointError, ConfigError
 from tokenmill.features.multimodal.processing import ProcessedImage
+from tokenmill.kernels import native
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.loader import tensor_shapes, weight_slots
 
@@ -264,3 +270,51 @@ def test_what_a_config_leaves_out_is_the_library_s_default(tmp_path: Path) -> No
     assert found["vision_config"]["image_size"] == 336
     assert found["image_token_id"] == 32000
     assert found["decoder_architecture"] == "LlamaForCausalLM"
+
+
+def test_overrides_reach_the_parts() -> None:
+    config = open_checkpoint(saved("llava")).config
+    found = apply_overrides(
+        config,
+        {
+            "text_config": '{"rope_theta": 5.0}',
+            "vision_config": {"image_size": 44},
+            "max_position_embeddings": 64,
+        },
+    )
+    assert (found["rope_theta"], found["max_position_embeddings"]) == (5.0, 64)
+    assert found["vision_config"] == {**config["vision_config"], "image_size": 44}
+    assert "text_config" not in found
+    assert apply_overrides(config, {}) == config
+
+
+def test_the_library_s_code_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"model_impl='transformers' serves no models .* images"):
+        LLM(str(saved("llava")), model_impl="transformers", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"load_format": "dummy"}])
+@over_families
+def test_text_alone_in_an_engine(
+    family: VisionFamily, settings: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps are recorded as those of a decoder without a tower, whose format the tower keeps."""
+    if not native.is_available():
+        return  # nothing is recorded or quantised
+    path = saved(family.name)
+    sizes = {"num_kv_blocks": 8, "max_model_len": 128}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with (
+        caplog.at_level(logging.INFO, logger="tokenmill"),
+        LLM(str(path), device="cpu", skip_tokenizer_init=True, **sizes, **settings) as llm,
+    ):
+        (output,) = llm.generate({"prompt_token_ids": [5, 6, 7] * 9}, params, use_tqdm=False)
+        weights = llm.llm_engine.config.ledger.weights
+    assert "forward pass recorded" in caplog.text
+    assert len(output.outputs[0].token_ids) == 4
+    if "quantization" in settings:
+        checkpoint = open_checkpoint(path)
+        num_values = {name: prod(shape) for name, shape in checkpoint.tensor_shapes.items()}
+        tower = sum(count for name, count in num_values.items() if is_of_tower(name))
+        decoder = sum(num_values.values()) - tower
+        assert 2 * tower + decoder < weights < 2 * tower + 1.2 * decoder

@@ -213,6 +213,21 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def with_overridden_parts(
+    config: Mapping[str, Any], overridden: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`overridden`, made of `flat_config`'s `config` by laying keys over it, where those of a
+    `text_config` and of a `vision_config` are laid over the part.
+    """
+    merged = dict(overridden)
+    if DECODER_ARCHITECTURE not in config:
+        return merged
+    merged.update(_part(merged, "text_config"))
+    merged.pop("text_config", None)
+    merged["vision_config"] = {**config["vision_config"], **_part(merged, "vision_config")}
+    return merged
+
+
 def _rope_of_three(flat: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE settings of a decoder whose tokens have three positions: older files call its type
     `mrope`, and the split of its frequencies is a default.

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from tokenmill.checkpoint.nested_config import with_overridden_parts
 from tokenmill.config.choices import Choices
 from tokenmill.config.device import (
     DEFAULTS,
@@ -164,7 +165,7 @@ def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
             except json.JSONDecodeError as error:
                 raise ConfigError(f"hf_overrides: {key} is not valid JSON: {error}.") from error
         merged[key] = value
-    return _with_rope_overrides(merged, overrides)
+    return _with_rope_overrides(with_overridden_parts(config, merged), overrides)
 
 
 def _with_rope_overrides(merged: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,13 +61,15 @@ def inspect_command(
 def lines(report: ModelReport) -> list[str]:
     """The report as text."""
     from tokenmill.config.memory import format_bytes
+    from tokenmill.features.multimodal.processing import takes_images
 
     sizes = report.parameters
+    takes = " (takes images)" if takes_images(sizes.architecture) else ""
     notes = {"": " (not supported)", "transformers": " (runs on transformers' code)"}
     formats = ", ".join(f"{name} {_millions(n)}" for name, n in report.formats.items())
     head = [
         ("model", f"{report.model} ({report.path})"),
-        ("architecture", f"{sizes.architecture}{notes.get(report.implementation, '')}"),
+        ("architecture", f"{sizes.architecture}{notes.get(report.implementation, takes)}"),
         (
             "shape",
             f"{sizes.num_layers} layers, hidden size {sizes.hidden_size:,}, {sizes.num_heads} heads"
