@@ -22,6 +22,7 @@ from tokenmill.contracts.request import (
     MultiModalFeature,
     TokenRules,
 )
+from tokenmill.engine.kv_params import take_kv_params
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
 from tokenmill.engine.token_rules import token_rules
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
@@ -72,6 +73,7 @@ class InputProcessor:
         self._max_logprobs = config.max_logprobs
         self._takes_priority = config.scheduler.policy == "priority"
         self._grammar_backend = config.structured_outputs.backend
+        self._kv_transfer = config.kv_transfer
         self._tokenizer = tokenizer
         self.end_token_ids = eos_token_ids
         """Every id that ends a text of this model."""
@@ -107,6 +109,7 @@ class InputProcessor:
                 f" or with a model for embeddings or scores.",
                 parameter="model",
             )
+        kv_params, params = take_kv_params(params, self._kv_transfer)
         self._check_params(params)
         rules = token_rules(params, self._tokenizer, self._reasoning, self._vocab_size)
         self._check_priority(priority)
@@ -131,6 +134,7 @@ class InputProcessor:
                     priority,
                     arrived,
                     adapter,
+                    kv_params,
                 )
                 for i in range(params.n)
             ],
@@ -151,6 +155,7 @@ class InputProcessor:
         priority: int,
         arrival_time: float,
         adapter: AdapterRef | None,
+        kv_params: dict[str, Any],
     ) -> EngineCoreRequest:
         room = self._max_model_len - len(token_ids)
         eos, *more_eos = self.end_token_ids or (None,)
@@ -175,6 +180,7 @@ class InputProcessor:
             mm_features=features,
             token_rules=rules,
             adapter=adapter,
+            kv_transfer_params=kv_params,
         )
 
     def _expand(

@@ -140,6 +140,8 @@ class KVTransfers:
     def _begin_load(self, request: Request) -> int | None:
         """Take blocks for what is found outside; None if nothing is."""
         origin = None if request.num_preemptions else remote_origin(request.data.kv_transfer_params)
+        if origin is None and not self._transfer.keeps_blocks:
+            return None
         computed = self._kv.get_computed_blocks(request)
         end = 0
         if computed.num_queried_tokens:  # else it may not read the cache

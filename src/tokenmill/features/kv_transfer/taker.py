@@ -32,6 +32,14 @@ _LINGER_MS = 1000
 """How long a release may take to leave."""
 _SLACK_BYTES = 1 << 16
 """Of the frame before the blocks."""
+_GONE = (
+    zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""Nobody listens there, or does not any more, or does not let us in."""
 
 
 class FetchError(Exception):
@@ -63,7 +71,8 @@ class Taker:
                 while waiting and len(asked) < _NUM_AHEAD:
                     batch = waiting.popleft()
                     keys = [each.key for each in batch]
-                    self._send(socket, encode(Fetch(origin.remote_request_id, self._mark, keys)))
+                    self._wait(socket, zmq.POLLOUT)
+                    socket.send(encode(Fetch(origin.remote_request_id, self._mark, keys)))
                     asked.append(batch)
                 batch = asked.popleft()
                 found = self._receive(socket, batch, num_bytes)
@@ -75,7 +84,8 @@ class Taker:
     def release(self, origin: RemoteOrigin) -> None:
         """Tell another engine that its blocks are not needed; it need not be there."""
         with self._connected(origin, 0) as socket:
-            self._send(socket, encode(Release(origin.remote_request_id)))
+            self._wait(socket, zmq.POLLOUT)
+            socket.send(encode(Release(origin.remote_request_id)))
 
     def shutdown(self) -> None:
         """End all connections; may be called twice."""
@@ -98,20 +108,26 @@ class Taker:
         except zmq.ZMQError as error:
             raise FetchError(f"{origin.remote_host}: {error.strerror}") from error
         finally:
+            socket.disable_monitor()
             socket.close()
 
-    def _send(self, socket: zmq.Socket[bytes], frame: bytes) -> None:
-        if not socket.poll(self._timeout_ms, zmq.POLLOUT):
-            raise FetchError("the other engine does not answer")
-        socket.send(frame)
+    def _wait(self, socket: zmq.Socket[bytes], events: int) -> None:
+        """Until the socket is ready; raises `FetchError` if the other engine is gone, or silent."""
+        poller = zmq.Poller()
+        monitor = socket.get_monitor_socket(_GONE)
+        poller.register(socket, events)
+        poller.register(monitor, zmq.POLLIN)
+        ready = dict(poller.poll(self._config.timeout_seconds * 1000))
+        if socket in ready:
+            return
+        if monitor in ready:
+            raise FetchError("the other engine is gone, or has another secret")
+        raise FetchError(f"the other engine has been silent for {self._config.timeout_seconds:g} s")
 
     def _receive(
         self, socket: zmq.Socket[bytes], batch: Sequence[BlockCopy], num_bytes: int
     ) -> tuple[list[BlockCopy], torch.Tensor]:
-        if not socket.poll(self._timeout_ms):
-            raise FetchError(
-                f"the other engine has been silent for {self._config.timeout_seconds:g} s"
-            )
+        self._wait(socket, zmq.POLLIN)
         head, *frames = socket.recv_multipart()
         try:
             answer = decode_answer(head)
@@ -129,7 +145,3 @@ class Taker:
             else (torch.empty(0, dtype=torch.uint8))
         )
         return found, data.view(len(found), num_bytes)
-
-    @property
-    def _timeout_ms(self) -> int:
-        return int(self._config.timeout_seconds * 1000)
