@@ -13,10 +13,12 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from helpers.images import embed_places, model_inputs
 from tokenmill.config.engine_config import SchedulerConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
 from tokenmill.contracts.plan import (
     CachedRequestData,
+    EncoderWork,
     GrammarOutput,
     NewRequestData,
     SchedulerOutput,
@@ -28,6 +30,7 @@ from tokenmill.contracts.request import (
     TokenLogprobs,
 )
 from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.core.encoder import NO_ENCODER, EncoderSchedule
 from tokenmill.core.request import Request
 from tokenmill.core.scheduler import Scheduler
 from tokenmill.engine.core import EngineCore
@@ -146,13 +149,15 @@ def start_digest(request: EngineCoreRequest | NewRequestData) -> int:
     return 0 if request.adapter is None else zlib.crc32(request.adapter.load_id.encode())
 
 
-def extend_digest(digest: int, token_id: int) -> int:
-    return hash((digest, token_id))
+def extend_digest(digest: int, seen: int) -> int:
+    """`seen` is a token's id, or stands for an image's embedding."""
+    return hash((digest, seen))
 
 
 def digests_of(request: EngineCoreRequest | NewRequestData, token_ids: list[int]) -> list[int]:
     """Digest of the prefix that ends with each token."""
-    digests = itertools.accumulate(token_ids, extend_digest, initial=start_digest(request))
+    seen = model_inputs(request, token_ids)
+    digests = itertools.accumulate(seen, extend_digest, initial=start_digest(request))
     return list(digests)[1:]
 
 
@@ -253,6 +258,11 @@ class FakeExecutor:
     """Tokens that a query of each group sees, itself included."""
     slots: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """(Group, digest) by (block, offset): groups share the memory."""
+    encoder: EncoderSchedule = NO_ENCODER
+    """Whose limits what is encoded must keep to."""
+    encoded: dict[str, int] = field(default_factory=dict)
+    """Number of embeddings by hash of the content."""
+    num_encoded: int = 0
     plans: list[SchedulerOutput] = field(default_factory=list)
     num_shutdowns: int = 0
     _output: ModelRunnerOutput | None = None
@@ -263,6 +273,7 @@ class FakeExecutor:
         self._check_repeated(plan)
         self.plans.append(plan)
         self._update_rows(plan)
+        self._encode(plan)
         assert plan.total_num_scheduled_tokens > 0
         assert len(set(plan.rows)) == len(plan.rows) == len(plan.req_ids), "a row is there twice"
         output = ModelRunnerOutput(plan.step_id, list(plan.req_ids), [])
@@ -286,6 +297,7 @@ class FakeExecutor:
         assert plan.num_scheduled_tokens == last.num_scheduled_tokens
         assert plan.finished_rows == plan.scheduled_new_reqs == []
         assert plan.draft_token_ids == {}
+        assert plan.encoder is None
         assert plan.scheduled_cached_reqs == CachedRequestData()
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
@@ -303,6 +315,26 @@ class FakeExecutor:
             assert data.num_computed_tokens % self.block_size == 0
             tables = tuple(list(table) for table in data.block_ids)
             self.rows[data.row] = Row(data, list(data.token_ids), tables, data.num_computed_tokens)
+
+    def _encode(self, plan: SchedulerOutput) -> None:
+        """Do what the plan says, which must be what the step needs and no more."""
+        needed = set()
+        for row, count in zip(plan.rows, plan.num_scheduled_tokens, strict=True):
+            places = embed_places(self.rows[row].data.mm_features)
+            first = self.rows[row].num_computed
+            seen = (places.get(position) for position in range(first, first + count))
+            needed |= {place.split(":")[0] for place in seen if place is not None}
+        work = plan.encoder or EncoderWork([], [])
+        for content_hash in work.freed_hashes:
+            del self.encoded[content_hash]
+        features = [self.rows[row].data.mm_features[index] for row, index in work.items]
+        new = {feature.content_hash: feature.num_embeds for feature in features}
+        assert len(new) == len(features), "a content is encoded twice"
+        assert new.keys() == needed - self.encoded.keys()
+        assert len(new) < 2 or sum(new.values()) <= self.encoder.max_step_embeds
+        self.encoded |= new
+        self.num_encoded += len(new)
+        assert sum(self.encoded.values()) <= self.encoder.cache.size
 
     def _run_row(self, plan: SchedulerOutput, index: int, output: ModelRunnerOutput) -> list[int]:
         """Compute one row's tokens; returns the sampled ones."""
@@ -507,7 +539,11 @@ def create_executor(scheduler: Scheduler, **kwargs: object) -> FakeExecutor:
     max_slots = min(scheduler.config.max_model_len, scheduler.kv.num_usable_tokens)
     windows = [group._group.spec.sliding_window for group in scheduler.kv._groups]
     return FakeExecutor(
-        block_size=scheduler.kv.block_size, max_slots=max_slots, windows=windows, **kwargs
+        block_size=scheduler.kv.block_size,
+        max_slots=max_slots,
+        windows=windows,
+        encoder=scheduler.encoder,
+        **kwargs,
     )
 
 
@@ -526,6 +562,7 @@ def run_to_end(core: EngineCore, max_steps: int = 10_000) -> Collector:
 def check_invariants(scheduler: Scheduler) -> None:
     """What holds after every step."""
     assert scheduler.kv.audit() == []
+    assert scheduler.encoder.audit() == []
     running = list(scheduler.running.values())
     rows = [request.row for request in running]
     assert None not in rows
@@ -556,6 +593,7 @@ def check_idle(scheduler: Scheduler) -> None:
     assert not scheduler.requests
     assert not scheduler.running
     assert len(scheduler.waiting) == 0
+    assert scheduler.encoder.cache.num_available == scheduler.encoder.cache.size
     pool = scheduler.kv.pool
     assert pool.num_used_blocks == 0
     assert all(block.ref_count == 0 for block in pool.blocks)

@@ -31,7 +31,7 @@ class EncoderSchedule:
     """
 
     def __init__(self, max_step_embeds: int = 0, cache_size: int = 0) -> None:
-        self._max_step_embeds = max_step_embeds
+        self.max_step_embeds = max_step_embeds
         self.cache = EncoderCache(cache_size)
         self._held: dict[str, tuple[Request, set[int]]] = {}
         """By id, the requests that hold items, and the places of these among their features."""
@@ -75,15 +75,13 @@ class EncoderSchedule:
             content_hash, num_embeds = feature.content_hash, feature.num_embeds
             if content_hash in counted or cache.is_referenced(content_hash):
                 continue
+            is_new = not cache.is_kept(content_hash)
+            is_over_budget = is_new and 0 < num_new > self.max_step_embeds - num_embeds
+            if num_embeds > num_available or is_over_budget:
+                return start - first
             counted.add(content_hash)
             num_available -= num_embeds
-            if not cache.is_kept(content_hash):
-                is_over_budget = num_new and num_new + num_embeds > self._max_step_embeds
-                num_new += num_embeds
-            else:
-                is_over_budget = False
-            if num_available < 0 or is_over_budget:
-                return start - first
+            num_new += num_embeds if is_new else 0
         return num_tokens
 
     def take(self, request: Request, num_tokens: int) -> None:

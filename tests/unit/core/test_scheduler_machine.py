@@ -22,9 +22,19 @@ from helpers.core import (
     create_scheduler,
     generate_alone,
 )
+from helpers.images import Image, prompt_of
 from tokenmill.contracts.request import AdapterRef, FinishReason
+from tokenmill.core.encoder import EncoderSchedule
 
 PREFIXES = [[], [10, 11, 12, 13], [10, 11, 12, 13, 14, 15, 16, 17, 18], [10, 11, 12, 13, 20, 21]]
+IMAGES = [
+    Image("cat", 3),
+    Image("dog", 3),
+    Image("rows", 7, ((0, 2), (3, 2))),
+    Image("marked", 4, ((1, 2),)),
+    Image("large", 7),
+    Image("dot", 1),
+]
 ADAPTERS = [None, None, AdapterRef("x", "load-1")]
 
 
@@ -32,6 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Submits and settles in any order that `max_depth` allows."""
 
     max_depth = 1
+    encoder = None
     num_drafts = 0
     num_lookahead: int | None = None
 
@@ -59,6 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_steps_in_flight=self.max_depth,
             num_speculative_tokens=self.num_drafts,
             num_lookahead_tokens=self.num_lookahead,
+            encoder=self.encoder,
         )
         self.executor = create_executor(
             self.scheduler, num_drafts=self.num_drafts, num_lookahead=self.num_lookahead
@@ -192,6 +204,41 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert collected.prompt_logprobs == expected.prompt_logprobs
 
 
+class ImagesMachine(SchedulerMachine):
+    """Prompts of text and images; the encoder's budget and cache are tight, and so is the pool."""
+
+    @initialize(
+        limits=st.tuples(st.sampled_from([1, 5, 9, 100]), st.sampled_from([7, 9, 12, 30])),
+        num_blocks=st.integers(7, 14),
+        budget=st.sampled_from([3, 7, 32]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        caching=st.sampled_from([True, True, False]),
+        windows=st.sampled_from([[None], [None, 5]]),
+    )
+    def build(self, limits, num_blocks, budget, policy, caching, windows):
+        self.encoder = EncoderSchedule(*limits)
+        super().build(num_blocks, budget, 0, policy, caching, windows, (0.0, 0))
+
+    @rule(
+        pieces=st.lists(
+            st.one_of(st.integers(10, 12), st.sampled_from(IMAGES)), min_size=1, max_size=7
+        ),
+        max_tokens=st.integers(1, 12),
+        initial=st.sampled_from([[], [], [31, 32]]),
+        priority=st.integers(0, 2),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
+    )
+    def arrive(self, pieces, **kwargs):
+        token_ids, features = prompt_of(pieces)
+        if len(token_ids) > 24:
+            return
+        kwargs["max_tokens"] += len(kwargs["initial"])
+        super().arrive(
+            token_ids, [], min_tokens=0, stop_token_ids=[], adapter=None, salt=None,
+            mm_features=features, **kwargs,
+        )  # fmt: skip
+
+
 class DraftingMachine(SchedulerMachine):
     num_drafts = 3
 
@@ -206,6 +253,11 @@ class TwoInFlightMachine(SchedulerMachine):
 
 
 class TwoInFlightDraftingMachine(SchedulerMachine):
+    max_depth = 2
+    num_drafts = 2
+
+
+class TwoInFlightImagesMachine(ImagesMachine):
     max_depth = 2
     num_drafts = 2
 
@@ -228,6 +280,8 @@ TestTwoInFlight = TwoInFlightMachine.TestCase
 TestTwoInFlightDrafts = TwoInFlightDraftingMachine.TestCase
 TestLookup = LookupMachine.TestCase
 TestTwoInFlightLookup = TwoInFlightLookupMachine.TestCase
+TestImages = ImagesMachine.TestCase
+TestTwoInFlightImages = TwoInFlightImagesMachine.TestCase
 for _case in (
     TestOneInFlight,
     TestDrafts,
@@ -235,6 +289,8 @@ for _case in (
     TestTwoInFlightDrafts,
     TestLookup,
     TestTwoInFlightLookup,
+    TestImages,
+    TestTwoInFlightImages,
 ):
     _case.settings = _settings
 del _case  # or it would be collected as a test
