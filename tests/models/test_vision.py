@@ -214,6 +214,9 @@ def edited(tmp_path: Path, name: str, **changes: object) -> Path:
         ("qwen2-vl", {"vision_config": {"num_heads": 3}}, "3 heads of 64 values"),
         ("qwen2-vl", {"vision_config": {"hidden_size": 64}}, "embeddings of 64 values"),
         ("qwen2.5-vl", {"vision_config": {"fullatt_block_indexes": 3}}, "a list of layers"),
+        ("mistral3", {"vision_feature_layer": [1, 2]}, "must be one of the tower's layers"),
+        ("mistral3", {"vision_config": {"model_type": "idefics3"}}, "with 'pixtral' only"),
+        ("pixtral", {"vision_config": {"hidden_act": "mish"}}, "hidden_act='mish'"),
         ("smolvlm", {"scale_factor": 3}, "not a multiple of scale_factor=3"),
         ("smolvlm", {"vision_config": {"num_attention_heads": 5}}, "5 heads, which do not divide"),
     ],
@@ -229,7 +232,7 @@ def test_configs_that_cannot_work(
     ("changes", "message"),
     [
         ({"text_config": {"model_type": "olmo2"}}, "text_config has model_type='olmo2'"),
-        ({"vision_config": {"model_type": "pixtral"}}, "vision_config has model_type='pixtral'"),
+        ({"vision_config": {"model_type": "dinov2"}}, "vision_config has model_type='dinov2'"),
         ({"text_config": [1]}, r"text_config is \[1\], but must be an object"),
     ],
 )

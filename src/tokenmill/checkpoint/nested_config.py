@@ -23,6 +23,7 @@ VISION_ARCHITECTURES = frozenset(
         "LlavaForConditionalGeneration",
         "Idefics3ForConditionalGeneration",
         "SmolVLMForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
     }
@@ -115,12 +116,23 @@ _QWEN2_5_TOWER = {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
+_PIXTRAL = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "image_size": 1024,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+}
 _VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     "clip_vision_model": _CLIP,
     "siglip_vision_model": _SIGLIP,
     "idefics3": _IDEFICS3,
     "idefics3_vision": _IDEFICS3,
     "smolvlm_vision": _IDEFICS3,
+    "pixtral": _PIXTRAL,
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2_TOWER),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN2_5_TOWER),
 }
@@ -130,6 +142,7 @@ _DEFAULT_KINDS = {
     "LlavaForConditionalGeneration": ("llama", "clip_vision_model"),
     "Idefics3ForConditionalGeneration": ("llama", "idefics3_vision"),
     "SmolVLMForConditionalGeneration": ("llama", "smolvlm_vision"),
+    "Mistral3ForConditionalGeneration": ("mistral", "pixtral"),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", "qwen2_vl_vision"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "qwen2_5_vl_vision"),
 }

@@ -1,4 +1,4 @@
-"""LLaVA: hidden states of a CLIP or SigLIP, projected to what a decoder reads.
+"""LLaVA: hidden states of a CLIP, SigLIP or Pixtral, projected to what a decoder reads.
 
 image -> tower -> states behind some layers -> ( all but the first ) -> linear -> GELU -> linear
 """
@@ -12,12 +12,18 @@ import torch
 
 from tokenmill.config.parameters import positive_int
 from tokenmill.errors import ConfigError, shown
-from tokenmill.models.vision.blocks import TowerMLP, TowerParts
+from tokenmill.models.vision.blocks import TowerMLP, TowerParts, kept_layers
 from tokenmill.models.vision.clip import VisionTransformer
 from tokenmill.models.vision.pixels import pixel_values
+from tokenmill.models.vision.pixtral import PixtralVisionModel
 from tokenmill.models.vision_language import VisionLanguageModel
 
-TOWERS = ("clip_vision_model", "siglip_vision_model")
+TOWERS: dict[str, type[VisionTransformer] | type[PixtralVisionModel]] = {
+    "clip_vision_model": VisionTransformer,
+    "siglip_vision_model": VisionTransformer,
+    "pixtral": PixtralVisionModel,
+}
+"""By the `model_type` of a `vision_config`."""
 
 
 class LlavaForConditionalGeneration(VisionLanguageModel):
@@ -25,13 +31,14 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
 
     def add_tower(self, hf_config: Mapping[str, Any], parts: TowerParts) -> None:
         vision = hf_config["vision_config"]
-        if vision["model_type"] not in TOWERS:
+        tower = TOWERS.get(vision["model_type"])
+        if tower is None:
             raise ConfigError(
                 f"config.json: vision_config has model_type={shown(vision['model_type'])}, which"
                 f" LLaVA is not supported with; these are: {', '.join(TOWERS)}."
             )
-        layers = kept_layers(hf_config, positive_int(vision, "num_hidden_layers"))
-        self.vision_tower = VisionTransformer(vision, parts, kept_layers=layers)
+        layers = kept_layers(hf_config, positive_int(vision, "num_hidden_layers"), default=-2)
+        self.vision_tower = tower(vision, parts, kept_layers=layers)
         hidden_size = positive_int(hf_config, "hidden_size")
         features = len(layers) * positive_int(vision, "hidden_size")
         self.multi_modal_projector = TowerMLP(
@@ -46,7 +53,7 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
         self.dtype = parts.dtype
 
     def embed_image(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Of one image of the tower's size."""
+        """Of one image, of the tower's size where that has one."""
         (image,) = pixel_values(inputs)
         states = self.vision_tower(image)[int(self.drops_first) :]
         return self.multi_modal_projector(states.to(self.dtype))  # type: ignore[no-any-return]
@@ -54,27 +61,6 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
         return self.vision_tower.unused_prefixes("vision_tower")
-
-
-def kept_layers(hf_config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Which hidden states are taken: 0 are those in front of the first layer.
-
-    Raises `ConfigError` for some that there are not.
-    """
-    given = hf_config.get("vision_feature_layer", -2)
-    listed = given if isinstance(given, list) else [given]
-    layers = [
-        index + num_layers + 1 if isinstance(index, int) and index < 0 else index
-        for index in listed
-    ]
-    if not layers or not all(
-        isinstance(index, int) and 0 <= index <= num_layers for index in layers
-    ):
-        raise ConfigError(
-            f"config.json: vision_feature_layer={shown(given)} must be one or several of the"
-            f" tower's {num_layers + 1} hidden states, from {-num_layers - 1} to {num_layers}."
-        )
-    return layers
 
 
 def drops_first(hf_config: Mapping[str, Any]) -> bool:

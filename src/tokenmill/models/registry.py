@@ -35,6 +35,7 @@ MODELS: dict[str, str] = {
     "LlavaForConditionalGeneration": "llava:LlavaForConditionalGeneration",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration": "mistral3:Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLForConditionalGeneration",
     "BertModel": "bert:BertModel",

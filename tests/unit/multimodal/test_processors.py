@@ -165,6 +165,31 @@ def narrow_image(processor: Any) -> Any:
     return lambda: processor.process(picture(3, 700), {})
 
 
+@pytest.mark.parametrize(("name", "square"), [("pixtral", 7), ("mistral3", 14)])
+@pytest.mark.parametrize("options", [{}, {"size": {"longest_edge": 28}}], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_rows_end_in_a_token(
+    name: str, square: int, options: dict[str, Any], size: tuple[int, int]
+) -> None:
+    image = picture(*size)
+    processor, tokenizer = processor_of(name), tokenizer_of(name)
+    processed = processor.process(image, options)
+    wanted = reference_pixels(name, image, **options)
+    np.testing.assert_array_equal(pixels_of(processed.inputs), wanted)
+    rows, columns = (edge // square for edge in wanted.shape[2:])
+    text = (("[IMG]" * columns + "[IMG_BREAK]") * rows).removesuffix("[IMG_BREAK]") + "[IMG_END]"
+    assert processed.token_ids == tokenizer.encode(text).ids
+    assert processed.embed_spans == [(row * (columns + 1), columns) for row in range(rows)]
+    assert processor.num_tokens(*size, options) == len(processed.token_ids)
+
+
+@pytest.mark.parametrize("size", [28, {"longest_edge": 41}, {"longest_edge": 14, "height": 14}])
+def test_sizes_that_cannot_be(size: object) -> None:
+    with pytest.raises(InvalidRequestError, match="longest_edge': pixels}, at most 40") as caught:
+        processor_of("pixtral").num_tokens(30, 30, {"size": size})
+    assert caught.value.parameter == "mm_processor_kwargs"
+
+
 @pytest.mark.parametrize(
     ("options", "theirs"),
     [
@@ -239,10 +264,13 @@ def test_settings_that_cannot_be(name: str, settings: dict[str, Any], message: s
         processor_of(name, **settings)
 
 
-def test_a_vocabulary_without_the_mark() -> None:
-    files = files_of("smolvlm")
+@pytest.mark.parametrize(
+    ("name", "token"), [("smolvlm", "<fake_token_around_image>"), ("mistral3", "\\[IMG_BREAK]")]
+)
+def test_a_vocabulary_without_the_mark(name: str, token: str) -> None:
+    files = files_of(name)
     bare = type(files)(
         files.hf_config, files.preprocessor_config, {}, lambda token: None, files.encode
     )
-    with pytest.raises(ConfigError, match="no token '<fake_token_around_image>'"):
-        make_image_processor(family_of("smolvlm").architecture, bare)
+    with pytest.raises(ConfigError, match=f"no token '{token}'"):
+        make_image_processor(family_of(name).architecture, bare)

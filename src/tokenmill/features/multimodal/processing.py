@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 IMAGE_PROCESSORS: dict[str, str] = {
-    "LlavaForConditionalGeneration": "llava:LlavaImageProcessor",
+    "LlavaForConditionalGeneration": "llava:llava_image_processor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3ImageProcessor",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3ImageProcessor",
+    "Mistral3ForConditionalGeneration": "pixtral:PixtralImageProcessor",
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
 }

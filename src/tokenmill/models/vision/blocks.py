@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, shown
 from tokenmill.kernels.rotary import apply_rotary
 from tokenmill.layers.activations import read_activation
 from tokenmill.layers.kernels import LayerKernels, tower_kernels
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.linear_method import Activations
-from tokenmill.layers.norm import LayerNorm
+from tokenmill.layers.mlp import GatedMLP
+from tokenmill.layers.norm import LayerNorm, RMSNorm
 from tokenmill.models.config import GATES
 
 
@@ -41,6 +42,9 @@ class TowerParts:
     def layer_norm(self, size: int, eps: float) -> LayerNorm:
         return LayerNorm(size, eps, dtype=self.dtype, kernels=self.kernels)
 
+    def rms_norm(self, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(size, eps, dtype=self.dtype, kernels=self.kernels)
+
 
 class PatchAttention(nn.Module):
     """Attention in both directions among the patches of an image.
@@ -57,6 +61,7 @@ class PatchAttention(nn.Module):
         *,
         out_name: str = "out_proj",
         is_fused: bool = False,
+        bias: bool = True,
     ) -> None:
         """`out_name` is what the checkpoint calls the projection at the end."""
         super().__init__()
@@ -67,9 +72,9 @@ class PatchAttention(nn.Module):
             )
         self.num_heads = num_heads
         names = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden_size)
-        self.qkv = parts.linear(hidden_size, 3 * hidden_size if is_fused else names)
+        self.qkv = parts.linear(hidden_size, 3 * hidden_size if is_fused else names, bias=bias)
         self.out_name = out_name
-        self.add_module(out_name, parts.linear(hidden_size, hidden_size))
+        self.add_module(out_name, parts.linear(hidden_size, hidden_size, bias=bias))
 
     def forward(
         self,
@@ -136,3 +141,54 @@ class TowerMLP(nn.Module):
         activated = second.empty_input(len(wide))  # there is a kernel for it
         self.kernels.activation(wide, self.gate, activated)
         return second(activated)  # type: ignore[no-any-return]
+
+
+class TowerGatedMLP(GatedMLP):
+    """The same with a gate, which may have an activation that has no kernel."""
+
+    def __init__(
+        self,
+        parts: TowerParts,
+        hidden_size: int,
+        intermediate_size: int,
+        config: Mapping[str, Any],
+        *,
+        bias: bool,
+    ) -> None:
+        gate = GATES.get(str(config.get("hidden_act")))
+        super().__init__(
+            hidden_size,
+            intermediate_size,
+            bias=bias,
+            dtype=parts.dtype,
+            kernels=parts.kernels,
+            gate=gate or "silu",
+        )
+        self.own_activation = None if gate else read_activation(config, "hidden_act")
+
+    def forward(self, x: Activations) -> torch.Tensor:
+        """Map [N, hidden_size] to the same shape."""
+        if self.own_activation is None:
+            return super().forward(x)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.own_activation(gate) * up)  # type: ignore[no-any-return]
+
+
+def kept_layers(hf_config: Mapping[str, Any], num_layers: int, default: int) -> list[int]:
+    """Which of a tower's hidden states `vision_feature_layer` names: 0 are those in front of the
+    first layer. Raises `ConfigError` for some that there are not.
+    """
+    given = hf_config.get("vision_feature_layer", default)
+    listed = given if isinstance(given, list) else [given]
+    layers = [
+        index + num_layers + 1 if isinstance(index, int) and index < 0 else index
+        for index in listed
+    ]
+    if not layers or not all(
+        isinstance(index, int) and 0 <= index <= num_layers for index in layers
+    ):
+        raise ConfigError(
+            f"config.json: vision_feature_layer={shown(given)} must be one or several of the"
+            f" tower's {num_layers + 1} hidden states, from {-num_layers - 1} to {num_layers}."
+        )
+    return layers

@@ -22,11 +22,9 @@ from torch import nn
 from tokenmill.config.parameters import number, positive_int
 from tokenmill.errors import ConfigError, shown
 from tokenmill.kernels.gelu import gelu
-from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import LayerNorm, RMSNorm
 from tokenmill.layers.patch_embedding import PatchEmbedding
-from tokenmill.models.config import activation_gate
-from tokenmill.models.vision.blocks import PatchAttention, TowerMLP, TowerParts
+from tokenmill.models.vision.blocks import PatchAttention, TowerGatedMLP, TowerMLP, TowerParts
 
 _EPS = 1e-6
 
@@ -110,18 +108,11 @@ class QwenTowerLayer(nn.Module):
         super().__init__()
         size, middle = config.hidden_size, config.intermediate_size
         self.attn = PatchAttention(parts, size, config.num_heads, out_name="proj", is_fused=True)
-        self.mlp: nn.Module
-        if config.window_size is None:
-            self.mlp = TowerMLP(parts, (size, middle, size), hf_config)
-        else:
-            self.mlp = GatedMLP(
-                size,
-                middle,
-                bias=True,
-                dtype=parts.dtype,
-                kernels=parts.kernels,
-                gate=activation_gate(hf_config),
-            )
+        self.mlp = (
+            TowerMLP(parts, (size, middle, size), hf_config)
+            if config.window_size is None
+            else TowerGatedMLP(parts, size, middle, hf_config, bias=True)
+        )
         self.norm1 = _stream_norm(config, parts)
         self.norm2 = _stream_norm(config, parts)
 
@@ -138,8 +129,8 @@ class QwenTowerLayer(nn.Module):
 
 
 def _stream_norm(config: QwenTowerConfig, parts: TowerParts) -> LayerNorm | RMSNorm:
-    kind = LayerNorm if config.window_size is None else RMSNorm
-    return kind(config.hidden_size, _EPS, dtype=parts.dtype, kernels=parts.kernels)
+    kind = parts.layer_norm if config.window_size is None else parts.rms_norm
+    return kind(config.hidden_size, _EPS)
 
 
 class QwenPatchMerger(nn.Module):

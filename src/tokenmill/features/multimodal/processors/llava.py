@@ -2,6 +2,7 @@
 
 CLIP      the shorter edge to the tower's size, then the middle of it
 SigLIP    resized to the tower's size, whatever its shape
+Pixtral   see pixtral.py
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.config.parameters import positive_int
 from tokenmill.errors import ConfigError, shown
 from tokenmill.features.multimodal.processing import (
+    ImageProcessor,
     ProcessedImage,
     ProcessorFiles,
     refuse_unknown_options,
@@ -27,6 +29,7 @@ from tokenmill.features.multimodal.processors.pixels import (
     resampling,
     stacked,
 )
+from tokenmill.features.multimodal.processors.pixtral import PixtralImageProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -116,6 +119,13 @@ def _sizes(
             f" with shortest_edge, or with height and width."
         )
     return None, (width, height)
+
+
+def llava_image_processor(files: ProcessorFiles) -> ImageProcessor:
+    """That of the tower. Raises `ConfigError` as the processors do."""
+    if files.hf_config["vision_config"]["model_type"] == "pixtral":
+        return PixtralImageProcessor(files)
+    return LlavaImageProcessor(files)
 
 
 def _drops_first(hf_config: Mapping[str, Any]) -> bool:
