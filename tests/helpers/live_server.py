@@ -158,3 +158,4 @@ class LiveServer(Client):
             self.state.stop_active()
             server.should_exit = server.force_exit = True
             await serving
+            await self.state.responses.close()

@@ -25,7 +25,7 @@ def server():
 def routes(server):
     """(method, path) of everything that is served, and the two pages."""
     found = [
-        (method.upper(), path.replace("{model_id}", "fake/model"))
+        (method.upper(), path.replace("{model_id}", "fake/model").replace("{response_id}", "x"))
         for path, operations in server.app_description["paths"].items()
         for method in operations
     ]

@@ -78,7 +78,7 @@ def test_b015_b065_generated_requests_never_break_a_pooling_server():
 
 def test_b015_b065_generated_requests_never_break_the_server(server):
     found = [each for each in operations(server) if each.path not in POOLING]
-    assert len(found) == 18
+    assert len(found) == 24
     for operation in found:
         num_examples = 15 if operation.body else 3
         check(operation, GenerationMode.POSITIVE, num_examples)
@@ -109,6 +109,11 @@ def test_every_endpoint_is_described(description):
         "/v1/chat/completions",
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
+        "/v1/responses/{response_id}/input_items",
         "/v1/models",
         "/v1/models/{model_id}",
         "/v1/load_lora_adapter",

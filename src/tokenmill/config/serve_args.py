@@ -26,6 +26,8 @@ _AT_LEAST = {
     "drain_timeout": 0.0,
     "stream_keep_alive": 0.05,
     "log_stats_interval": 0.0,
+    "response_store_bytes": 0,
+    "response_ttl": 0.001,
 }
 """Smallest value of a number."""
 _CHOICES = {"log_format": LOG_FORMATS, "reasoning_field": REASONING_FIELDS}
@@ -97,6 +99,12 @@ class ServeArgs:
     enable_prompt_tokens_details: bool = False
     """Tell in `usage` how many prompt tokens came from the prefix cache. Off, since it tells a
     client what others have asked."""
+    response_store: str | None = None
+    """File (SQLite) that keeps what POST /v1/responses has answered; in memory unless given."""
+    response_store_bytes: int = 268_435_456
+    """Most bytes of responses to keep; those used longest ago go first. 0 keeps none."""
+    response_ttl: float = 86_400.0
+    """Seconds after its last use until a response is forgotten."""
     log_requests: bool = False
     """One line for each request: status, times, tokens; never a prompt or a key."""
     log_format: str = "text"

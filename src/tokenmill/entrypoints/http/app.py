@@ -28,11 +28,12 @@ from tokenmill.entrypoints.http.messages import endpoints as messages
 from tokenmill.entrypoints.http.middleware import RequestMiddleware, route_path
 from tokenmill.entrypoints.http.openapi import describe
 from tokenmill.entrypoints.http.record import ANSWERED_HEADERS
+from tokenmill.entrypoints.http.responses import endpoints as responses
 from tokenmill.entrypoints.http.state import ServerState, record_of, state_of
 from tokenmill.entrypoints.pooling import pooling_of
 from tokenmill.errors import InvalidRequestError, shown
 
-_GENERATE = (completions, chat, messages)
+_GENERATE = (completions, chat, messages, responses)
 _POOL = (embeddings, scoring)
 _OTHERS = (models, adapters, tokenization, health, admin, exposition, pages)
 
@@ -67,7 +68,7 @@ def create_app(state: ServerState) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=state.args.allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=list(ANSWERED_HEADERS),
         )

@@ -62,6 +62,19 @@ class NotFoundError(TokenmillError):
     code = "not_found"
 
 
+class ResponseNotFoundError(TokenmillError):
+    """No response with this id is kept for this client."""
+
+    http_status = 404
+    code = "response_not_found"
+
+
+class PreviousResponseNotFoundError(InvalidRequestError):
+    """The response that a request continues is not kept, or no longer."""
+
+    code = "previous_response_not_found"
+
+
 class MethodNotAllowedError(TokenmillError):
     """The path exists, but not for this method."""
 

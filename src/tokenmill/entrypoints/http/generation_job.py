@@ -83,10 +83,14 @@ class GenerationJob(ABC, Generic[_Fields]):
 
     async def reply(self) -> bytes:
         """The whole answer as JSON."""
+        return msgspec.json.encode(await self.answer())
+
+    async def answer(self) -> msgspec.Struct:
+        """The whole answer."""
         with self._admitted(), blamed_on_fields(self._names):
             generation = await self._generation()
             outputs = await generation.outputs()
-        return msgspec.json.encode(self._reply(generation, outputs))
+        return self._reply(generation, outputs)
 
     async def write_stream(self, write: Write) -> None:
         """All chunks."""

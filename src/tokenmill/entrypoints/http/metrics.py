@@ -41,6 +41,7 @@ _TOKEN_SECONDS = (
     5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
 _COUNTS = (1, 2, 5, 10, 20)
+_METHODS = frozenset(("GET", "POST", "DELETE", "OPTIONS", "HEAD"))
 _OLDER_NAMES = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every counter, which nobody reads
@@ -113,7 +114,7 @@ class ServerMetrics:
 
     def count_request(self, record: RequestRecord, handler: str) -> None:
         """Note an HTTP request that has ended; `handler` is its route, not its path."""
-        method = record.method if record.method in ("GET", "POST", "OPTIONS", "HEAD") else "other"
+        method = record.method if record.method in _METHODS else "other"
         self._http.labels(method, handler, str(record.status)).inc()
         self._http_seconds.labels(method, handler).observe(time.monotonic() - record.started)
 

@@ -28,6 +28,7 @@ from tokenmill.entrypoints.http.replies import (
     ModelList,
     TokenizeReply,
 )
+from tokenmill.entrypoints.http.responses.protocol import RESPONSES_STRUCTS
 from tokenmill.entrypoints.http.unsupported import UNSUPPORTED
 
 _STRUCTS = [
@@ -45,6 +46,7 @@ _STRUCTS = [
     *POOLING_STRUCTS,
     *ADAPTER_STRUCTS,
     *MESSAGES_STRUCTS,
+    *RESPONSES_STRUCTS,
 ]
 _REFERENCE = "#/components/schemas/{name}"
 _GENERATING = (400, 404, 408, 413, 415, 429, 500, 503, 504)

@@ -109,6 +109,7 @@ async def _serve(
         loads.cancel()
         server.should_exit = server.force_exit = True
         await asyncio.gather(serving, loads, return_exceptions=True)
+        await state.responses.close()
     return EXIT_ENGINE_DEAD if died.is_set() else 0
 
 

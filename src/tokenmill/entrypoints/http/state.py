@@ -24,6 +24,7 @@ from tokenmill.entrypoints.http.engine import Engine
 from tokenmill.entrypoints.http.errors import UnavailableError
 from tokenmill.entrypoints.http.metrics import ServerMetrics
 from tokenmill.entrypoints.http.record import RequestRecord
+from tokenmill.entrypoints.http.responses.store import ResponseStore
 from tokenmill.errors import ConfigError, ModelNotFoundError, shown
 from tokenmill.tokenizer.tokenizer import Tokenizer
 
@@ -48,6 +49,8 @@ class ServerState:
     answers: AnswerSettings
     chat_template: str | None
     """Source, or name of one of the model's; None for the model's default."""
+    responses: ResponseStore
+    """Responses that later requests may continue."""
     started: int = field(default_factory=lambda: int(time.time()))
     """Unix time."""
     draining: bool = False
@@ -58,6 +61,8 @@ class ServerState:
     """The engine has given up."""
     active: set[asyncio.Task[None]] = field(default_factory=set)
     """Work on requests that generate."""
+    background: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Work on responses that nobody waits for, by their ids."""
     text_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
     )
@@ -128,6 +133,10 @@ def make_state(
         max_queue=(options or ServeOptions()).max_queue,
     )
     template = read_template(chat_template)
+    responses = ResponseStore(
+        args.response_store, max_bytes=args.response_store_bytes, ttl=args.response_ttl
+    )
+    responses.check()
     return ServerState(
         engine=engine,
         tokenizer=engine.tokenizer,
@@ -138,6 +147,7 @@ def make_state(
         model_names=names,
         answers=answer_settings(args, config.reasoning_parser, engine.tokenizer, template),
         chat_template=template,
+        responses=responses,
     )
 
 

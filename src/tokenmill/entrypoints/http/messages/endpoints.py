@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
@@ -78,10 +79,10 @@ class MessagesJob(ChatJob):
         self._max_tokens = request.max_tokens
         self._hides_output = request.max_tokens == 0
 
-    async def reply(self) -> bytes:
-        """The whole answer as JSON."""
+    async def answer(self) -> msgspec.Struct:
+        """The whole answer."""
         with self._renames.applied():
-            return await super().reply()
+            return await super().answer()
 
     async def write_stream(self, write: Write) -> None:
         """All events."""
