@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 import torch
 
+from helpers.ranks import together
 from tokenmill.kernels import native, shared_group
 from tokenmill.kernels.rank_memory import SLOT_BYTES, create_memory
 from tokenmill.kernels.shared_group import sum_in_order
-from tokenmill.parallel.group import SharedMemoryGroup
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
-
-
-def together(size, work):
-    """`work(group)` of each rank, in threads of their own; results or exceptions by rank."""
-    fd = create_memory(size)
-    groups = [SharedMemoryGroup(fd, rank, size) for rank in range(size)]
-    results = [None] * size
-
-    def run(rank):
-        try:
-            results[rank] = work(groups[rank])
-        except RuntimeError as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank waits for ever"
-    os.close(fd)
-    return results
 
 
 def parts(size, *shape):

@@ -1,0 +1,113 @@
+"""Families whose layers are divided among two ranks: transformers' logits, and the same bits on
+each rank and however a prompt is cut.
+
+The ranks are threads here; `tests/engine/test_ranks.py` has processes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.families import FAMILIES, Family
+from helpers.family_models import prompt, reference_logits, saved
+from helpers.models import PagedRun, model_config
+from helpers.ranks import together
+from helpers.tiny import write_wide_llama
+from tokenmill.attention.cpu import CpuBackend
+from tokenmill.attention.reference import ReferenceBackend
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.ranks import DIVIDED, UNDIVIDED, WHOLE_LAYERS
+from tokenmill.kernels import native
+from tokenmill.layers.packed import NativeKernels
+from tokenmill.layers.plain import PlainKernels
+from tokenmill.models.loader import load_model
+from tokenmill.models.registry import MODELS
+from tokenmill.parallel.group import SOLO
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
+SIZE = 2
+
+
+def kernels_of(kind: str, group: Any) -> Any:
+    return PlainKernels(group=group) if kind == "torch" else NativeKernels(group=group)
+
+
+@pytest.mark.parametrize("kind", ["torch", "native"])
+@pytest.mark.parametrize(
+    "family",
+    [family for family in FAMILIES if family.architecture in DIVIDED],
+    ids=lambda family: family.name,
+)
+def test_two_ranks_compute_what_transformers_does(family: Family, kind: str) -> None:
+    ids, path = prompt(40, 7), saved(family.name)
+
+    def work(group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        checkpoint = open_checkpoint(path)
+        model = load_model(
+            model_config(checkpoint.config), checkpoint, kernels=kernels_of(kind, group)
+        )
+        backend = ReferenceBackend() if kind == "torch" else CpuBackend()
+        run = PagedRun(model, "float32", backend=backend, block_size=32)
+        with torch.inference_mode():
+            return (
+                model.compute_logits(run.prefill("whole", ids)),
+                model.compute_logits(run.prefill("cut", ids, chunk=13)),
+            )
+
+    first, second = together(SIZE, work)
+    assert not isinstance(first, RuntimeError)
+    assert not isinstance(second, RuntimeError)
+    torch.testing.assert_close(first[0], reference_logits(family.name, ids), rtol=1e-4, atol=2e-4)
+    assert torch.equal(first[0], second[0]), "each rank samples for itself"
+    assert torch.equal(first[0], first[1]), "a prompt in pieces has the same bits"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_are_those_of_one_rank(quantization: Any, tmp_path: Path) -> None:
+    """Groups of 32 values are quantised alike, wherever a matrix is divided. What differs is the
+    rounding of partial sums, by 0.03.
+    """
+    path, ids = write_wide_llama(tmp_path, initializer_range=0.15), prompt(40, 8)
+    hf_config = dict(open_checkpoint(path).config)
+
+    def work(group: Any) -> torch.Tensor:
+        kernels = NativeKernels(quantization, group)
+        model = load_model(
+            model_config(hf_config, "bfloat16"), open_checkpoint(path), kernels=kernels
+        )
+        run = PagedRun(model, "bfloat16", backend=CpuBackend(), block_size=32)
+        with torch.inference_mode():
+            return model.compute_logits(run.prefill("a", ids))
+
+    expected = work(SOLO)
+    first, second = together(SIZE, work)
+    assert torch.equal(first, second)
+    assert (first - expected).abs().mean() < 0.06
+
+
+def test_a_rank_holds_its_part_only() -> None:
+    path = saved("llama")
+
+    def work(group: Any) -> int:
+        checkpoint = open_checkpoint(path)
+        model = load_model(
+            model_config(checkpoint.config), checkpoint, kernels=PlainKernels(group=group)
+        )
+        return sum(parameter.numel() for parameter in model.parameters())  # type: ignore[attr-defined]
+
+    checkpoint = open_checkpoint(path)
+    whole = load_model(model_config(checkpoint.config), checkpoint, kernels=PlainKernels())
+    num_values = sum(parameter.numel() for parameter in whole.parameters())  # type: ignore[attr-defined]
+    for found in together(SIZE, work):
+        assert isinstance(found, int)
+        # More than a half: norms are whole, both have the one head of keys and values.
+        assert 0.5 < found / num_values < 0.62
+
+
+def test_every_family_is_said_to_be_divided_or_not() -> None:
+    decoders = {name for name in MODELS if name.endswith(("ForCausalLM", "LMHeadModel"))}
+    assert decoders == DIVIDED | set(WHOLE_LAYERS) | set(UNDIVIDED)
