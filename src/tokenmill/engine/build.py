@@ -139,8 +139,12 @@ def open_model(
     return opener(path)
 
 
-def settle_config(args: EngineArgs, checkpoint: Checkpoint) -> EngineConfig:
-    """Settings, model and machine to what the engine runs with; the choices are logged."""
+def settle_config(
+    args: EngineArgs, checkpoint: Checkpoint, machine: Machine | None = None
+) -> EngineConfig:
+    """Settings, model and machine (this one) to what the engine runs with; the choices are
+    logged.
+    """
     implementation, model_config = settle_implementation(args, checkpoint.config)
     config = resolve(
         args,
@@ -148,7 +152,7 @@ def settle_config(args: EngineArgs, checkpoint: Checkpoint) -> EngineConfig:
         config=model_config,
         tensor_shapes=checkpoint.tensor_shapes,
         tensor_formats=checkpoint.tensor_formats,
-        machine=find_machine(args),
+        machine=machine or find_machine(args),
         implementation=implementation,
         draft=_draft_files(args),
     )
