@@ -109,7 +109,8 @@ DRAFTS = {
 class FakeEngine:
     """`engine.async_llm.AsyncLLM` as a script; keeps what it was asked for."""
 
-    def __init__(self, author: Author = echo, *, chat_template=True, **config):
+    def __init__(self, author: Author = echo, *, chat_template=True, images=None, **config):
+        self.images = images
         self.config = engine_config(**config)
         self.tokenizer = tiny_tokenizer(chat_template)
         self.default_params = SamplingParams()
@@ -128,7 +129,7 @@ class FakeEngine:
         self.num_resets = 0
         self.shut_down = False
         self._died = []
-        self._input = InputProcessor(self.config, self.tokenizer, (2,))
+        self._input = InputProcessor(self.config, self.tokenizer, (2,), images)
         self._output = OutputProcessor(self.tokenizer)
 
     async def generate(

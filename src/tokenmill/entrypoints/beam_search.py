@@ -113,6 +113,11 @@ class BeamSearch:
     ) -> None:
         """Raises `InvalidRequestError` for a width that the engine's limits do not allow."""
         _check_engine(params, config)
+        if isinstance(prompt, dict) and prompt.get("multi_modal_data"):
+            raise InvalidRequestError(
+                "beam search takes no images; sample instead, or leave them out.",
+                parameter="prompt",
+            )
         self.params = params
         self.request = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=2 * params.beam_width, detokenize=False

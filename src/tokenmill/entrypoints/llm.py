@@ -153,10 +153,12 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them.
 
-        Raises `ChatTemplateError` if the model has no chat template or it refuses the messages.
+        Contents may hold images, for a model that takes them (docs/images.md). Raises
+        `ChatTemplateError` if the model has no chat template or it refuses the messages.
         """
         one = not is_list(messages) or not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
@@ -168,6 +170,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                mm_processor_kwargs=mm_processor_kwargs,
             )
             for conversation in conversations
         ]
@@ -279,6 +282,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> TokensPrompt:
         """The prompt that a conversation amounts to."""
         tokenizer = self.llm_engine.tokenizer
@@ -295,8 +299,14 @@ class LLM:
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            images=self.llm_engine.images,
         )
-        return TokensPrompt(prompt=rendered.text, prompt_token_ids=rendered.token_ids)
+        prompt = TokensPrompt(prompt=rendered.text, prompt_token_ids=rendered.token_ids)
+        if rendered.images:
+            prompt["multi_modal_data"] = {"image": rendered.images}
+        if mm_processor_kwargs is not None:
+            prompt["mm_processor_kwargs"] = dict(mm_processor_kwargs)
+        return prompt
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses where no parameters are given: the model's own defaults."""

@@ -2,7 +2,9 @@
 
     render.py      `render_chat`: messages to text and ids, the one way for every entry point
     messages.py    checks messages and brings what means the same into one form
-    call_forms.py  what a template wants of messages with calls
+    contents.py    their contents: text and images
+    marks.py       where images stand in the prompt
+    call_forms.py, content_forms.py  what a template wants of calls and contents
     templates.py   compiles and renders chat templates
     sandbox.py     the environment they run in, and its limits
 

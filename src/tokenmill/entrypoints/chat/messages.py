@@ -1,9 +1,9 @@
 """Messages as clients send them, checked and brought into one form.
 
-What means the same reads the same afterwards: `content` is always a string (parts of text are
-joined by line breaks; null, missing and empty are `""`), tool arguments are always objects, absent
-tool calls are always absent, reasoning has all its names. Templates that need text or null instead
-get those (`call_forms.py`).
+What means the same reads the same afterwards: `content` has the form that the template takes, a
+string mostly (`contents.py`), tool arguments are always objects, absent tool calls are always
+absent, reasoning has all its names. Templates that need text or null instead get those
+(`call_forms.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmill.entrypoints.chat.call_forms import call_forms
+from tokenmill.entrypoints.chat.contents import Contents
 from tokenmill.entrypoints.chat.templates import ChatTemplate
 from tokenmill.errors import InvalidRequestError
 
@@ -20,13 +21,15 @@ Message = Mapping[str, Any]
 """`role`, `content`, and for some roles `tool_calls`, `tool_call_id`, `name`, ..."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_NAMES = ("reasoning_content", "reasoning")
 _MAX_DEPTH = 64
 
 
-def normalise_messages(messages: Any, template: ChatTemplate) -> list[dict[str, Any]]:
-    """A copy of the conversation in its one form, as plain data.
+def normalise_messages(
+    messages: Any, template: ChatTemplate, contents: Contents | None = None
+) -> list[dict[str, Any]]:
+    """A copy of the conversation in its one form, as plain data; `contents` reads those of the
+    messages, and takes text alone unless it is given.
 
     The `developer` role becomes `system` if the template does not know it. Other roles than the
     usual ones are taken if the template names them.
@@ -37,10 +40,16 @@ def normalise_messages(messages: Any, template: ChatTemplate) -> list[dict[str, 
         raise _invalid("messages", "must be a list of messages, each with role and content")
     if not messages:
         raise _invalid("messages", "is empty; it needs at least one message")
-    return [_message(message, f"messages[{i}]", template) for i, message in enumerate(messages)]
+    contents = contents or Contents(template, None)
+    return [
+        _message(message, f"messages[{i}]", template, contents)
+        for i, message in enumerate(messages)
+    ]
 
 
-def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]:
+def _message(
+    message: Any, where: str, template: ChatTemplate, contents: Contents
+) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _invalid(where, "must be an object with role and content")
     known = ("role", "content", "tool_calls")
@@ -56,7 +65,7 @@ def _message(message: Any, where: str, template: ChatTemplate) -> dict[str, Any]
     content = message.get("content")
     if content is None and role != "assistant":
         raise _invalid(f"{where}.content", "is missing; it must be a string or a list of parts")
-    normal = {"role": role, "content": _text(content, f"{where}.content"), **normal}
+    normal = {"role": role, "content": contents.read(content, f"{where}.content"), **normal}
     normal |= _reasoning(normal, where, template)
     return _with_calls(normal, calls, template) if calls else normal
 
@@ -81,31 +90,6 @@ def _role(role: Any, where: str, template: ChatTemplate) -> str:
     if not isinstance(role, str) or not (role in ROLES or template.mentions(role)):
         raise _invalid(where, f"is {str(role)[:40]!r}; it must be one of {', '.join(ROLES)}")
     return "system" if role == "developer" and not template.mentions(role) else role
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Mapping) or not isinstance(content, Sequence):
-        raise _invalid(where, "must be a string or a list of parts")
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, Mapping):
-        raise _invalid(where, "must be an object with a type")
-    kind = part.get("type")
-    if kind not in _TEXT_PARTS:
-        raise _invalid(
-            f"{where}.type", f"is {str(kind)[:40]!r}; this model takes parts of type text only"
-        )
-    if not isinstance(part.get("text"), str):
-        raise _invalid(f"{where}.text", "must be a string")
-    return str(part["text"])
 
 
 def _reasoning(message: Mapping[str, Any], where: str, template: ChatTemplate) -> dict[str, str]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from tokenmill.entrypoints.chat.contents import Contents
+from tokenmill.entrypoints.chat.marks import Marks
 from tokenmill.entrypoints.chat.messages import Message, normalise_messages, plain
 from tokenmill.entrypoints.chat.templates import ChatTemplate, is_source
 from tokenmill.errors import ChatTemplateError, InvalidRequestError, shown
 from tokenmill.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenmill.features.multimodal.images import ImagePart, Images
 
 TOOL_TEMPLATE = "tool_use"
 """Name of the template for conversations with tools, where a model has several."""
@@ -38,6 +43,8 @@ class RenderedChat:
 
     text: str
     token_ids: list[int]
+    images: list[ImagePart] = field(default_factory=list)
+    """In the order of their marks among the ids."""
 
 
 def render_chat(
@@ -49,12 +56,15 @@ def render_chat(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_special_tokens: bool = False,
+    images: Images | None = None,
 ) -> RenderedChat:
     """Render a conversation with the model's chat template and encode it.
 
-    Encoding adds no special tokens: the template writes all of them, BOS included. Special tokens
-    that a user writes into a message are parsed as such, as they are by transformers and vLLM:
-    whoever puts untrusted text into messages has to look for them first.
+    Encoding adds no special tokens unless told so: the template writes all of them, BOS included.
+    Special tokens that a user writes into a message are parsed as such, as they are by transformers
+    and vLLM: whoever puts untrusted text into messages has to look for them first. The mark of an
+    image is not among them: written by a user it is plain text.
 
     Args:
         tokenizer: gives the template, its special tokens, and the ids.
@@ -64,6 +74,8 @@ def render_chat(
         continue_final_message: end within the last message, so that the model continues it.
         tools: function schemas, as the template wants them.
         chat_template_kwargs: further variables for the template, such as `enable_thinking`.
+        add_special_tokens: add what the tokenizer itself puts around a text.
+        images: what the model makes of images; None for one that takes none.
 
     Raises `InvalidRequestError` for messages or arguments of a wrong form, `ChatTemplateError` if
     there is no template or it refuses or fails.
@@ -75,21 +87,37 @@ def render_chat(
             parameter="continue_final_message",
         )
     template = ChatTemplate(_template_source(tokenizer, chat_template, has_tools=bool(tools)))
-    conversation = normalise_messages(messages, template)
+    marks = None if images is None else Marks(images)
+    contents = Contents(template, marks)
+    conversation = normalise_messages(messages, template, contents)
     if continue_final_message:
-        conversation[-1]["content"] = (conversation[-1]["content"] or "") + _END_MARK
-    text = template.render(
-        {
-            **tokenizer.special_tokens,
-            **_extra_variables(chat_template_kwargs or {}),
-            "messages": conversation,
-            "tools": None if tools is None else _tools(tools),
-            "add_generation_prompt": add_generation_prompt,
-        }
-    )
+        _mark_end(conversation[-1])
+    variables = {
+        **_extra_variables(chat_template_kwargs or {}),
+        "messages": conversation,
+        "tools": None if tools is None else _tools(tools),
+        "add_generation_prompt": add_generation_prompt,
+    }
+    if marks is not None:
+        variables = marks.disguised(variables)
+    text = template.render({**tokenizer.special_tokens, **variables})
     if continue_final_message:
         text = _up_to_mark(text)
-    return RenderedChat(text, tokenizer.encode(text, add_special_tokens=False))
+    if marks is None:
+        return RenderedChat(text, tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    text, token_ids = marks.encode(tokenizer, text, contents.images, add_special_tokens)
+    return RenderedChat(text, token_ids, contents.images)
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Put a mark behind a message's content."""
+    content = message["content"] or ""
+    if isinstance(content, str):
+        message["content"] = content + _END_MARK
+    elif content[-1]["type"] == "text":
+        content[-1]["text"] += _END_MARK
+    else:
+        content.append({"type": "text", "text": _END_MARK})
 
 
 def _template_source(tokenizer: Tokenizer, chat_template: str | None, *, has_tools: bool) -> str:

@@ -9,7 +9,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
-from tokenmill.engine.prompts import TokensPrompt
 from tokenmill.entrypoints.http.beams import beam_search_params
 from tokenmill.entrypoints.http.body import read_request
 from tokenmill.entrypoints.http.deltas import delta_of, message_of
@@ -79,9 +78,8 @@ class ChatJob(GenerationJob[ChatCompletionRequest]):
 
     async def _generation(self) -> Generation:
         rendered = await chat_prompt(self._state, self._fields)
-        prompt = TokensPrompt(prompt=rendered.text, prompt_token_ids=rendered.token_ids)
         self.plan.begin(rendered.text, self._fields)
-        generation = self._generate([prompt])
+        generation = self._generate([rendered.prompt])
         generation.progress[0].reasoning = self.plan.tally()
         return generation
 

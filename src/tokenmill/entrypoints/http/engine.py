@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.request import AdapterRef
@@ -16,6 +16,9 @@ from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
 from tokenmill.tokenizer.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from tokenmill.features.multimodal.images import Images
+
 
 class Engine(Protocol):
     """An engine that computes beside the event loop. `AsyncLLM` says what each member does."""
@@ -24,6 +27,9 @@ class Engine(Protocol):
     tokenizer: Tokenizer | None
     default_params: SamplingParams
     adapters: AdapterRegistry
+
+    @property
+    def images(self) -> Images | None: ...
 
     @property
     def end_token_ids(self) -> tuple[int, ...]: ...

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.engine.prompts import Prompt, TokensPrompt
 from tokenmill.entrypoints.chat.render import RenderedChat, render_chat
+from tokenmill.entrypoints.http.images import prepared_images
 from tokenmill.entrypoints.http.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -96,13 +98,24 @@ def check_length(state: ServerState, num_chars: int, truncation: int | None, wha
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as the engine takes it."""
+
+    text: str
+    token_ids: list[int]
+    """With the placeholders of images."""
+    prompt: TokensPrompt
+    """For the engine, which puts them there itself."""
+
+
 async def chat_prompt(
     state: ServerState, fields: ChatCompletionRequest | TokenizeRequest
-) -> RenderedChat:
-    """The prompt that a conversation amounts to.
+) -> ChatPrompt:
+    """The prompt that a conversation amounts to, its images fetched and prepared.
 
     Raises what `render_chat` raises, and `InvalidRequestError` for a template of the client's
-    own that the server does not trust.
+    own that the server does not trust, and for an image that cannot be taken.
     """
     template = state.chat_template
     if fields.chat_template is not None:
@@ -130,7 +143,7 @@ async def chat_prompt(
 
     def render() -> RenderedChat:
         check_num_values(given)
-        rendered = render_chat(
+        return render_chat(
             state.tokenizer,
             fields.messages or [],
             chat_template=template,
@@ -138,13 +151,18 @@ async def chat_prompt(
             continue_final_message=continued,
             tools=fields.tools or None,
             chat_template_kwargs=variables,
+            add_special_tokens=bool(fields.add_special_tokens),
+            images=state.engine.images,
         )
-        if fields.add_special_tokens:
-            ids = state.tokenizer.encode(rendered.text, add_special_tokens=True)
-            return RenderedChat(rendered.text, ids)
-        return rendered
 
-    return await state.in_text_thread(render)
+    rendered = await state.in_text_thread(render)
+    text, token_ids = rendered.text, rendered.token_ids
+    prompt = TokensPrompt(prompt=text, prompt_token_ids=token_ids)
+    if rendered.images and state.engine.images is not None:
+        images = await prepared_images(state, rendered.images, fields.mm_processor_kwargs)
+        prompt["multi_modal_data"] = {"image": images}
+        token_ids, _ = state.engine.images.expand(token_ids, images)
+    return ChatPrompt(text, token_ids, prompt)
 
 
 def check_num_values(given: Mapping[str, Any]) -> None:

@@ -220,6 +220,27 @@ class CompletionRequest(SamplingFields, kw_only=True):
     best_of: Annotated[int | None, _meta("Must equal `n`.", minimum=1)] = None
 
 
+_TEXT_PART: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_IMAGE_PART: dict[str, Any] = {
+    "type": "object",
+    "description": "For models that take images; as a data: URL, or as the server allows.",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "properties": {
+                "url": {"type": "string"},
+                "detail": {"type": "string", "enum": ["auto", "low", "high"]},
+            },
+            "required": ["url"],
+        },
+    },
+    "required": ["type", "image_url"],
+}
 _MESSAGES: dict[str, Any] = {
     "minItems": 1,
     "items": {
@@ -234,14 +255,7 @@ _MESSAGES: dict[str, Any] = {
                     {"type": "string"},
                     {
                         "type": "array",
-                        "items": {
-                            "type": "object",
-                            "properties": {
-                                "type": {"const": "text"},
-                                "text": {"type": "string"},
-                            },
-                            "required": ["type", "text"],
-                        },
+                        "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]},
                     },
                 ]
             },
@@ -289,6 +303,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, _meta("Further variables for the template.")
     ] = None
+    mm_processor_kwargs: Annotated[
+        dict[str, Any] | None, _meta("Options of the model's image processor.")
+    ] = None
     documents: list[dict[str, Any]] | None = None
     tools: Annotated[
         list[dict[str, Any]] | None, _meta("Functions that the model may call.", **_TOOLS)
@@ -327,6 +344,7 @@ class TokenizeRequest(Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None

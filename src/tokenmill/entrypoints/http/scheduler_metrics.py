@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -11,6 +12,9 @@ from prometheus_client.registry import Collector
 from tokenmill.engine.engine_stats import EngineStats
 from tokenmill.entrypoints.http.admission import Admission
 from tokenmill.entrypoints.http.engine import Engine
+
+if TYPE_CHECKING:
+    from tokenmill.features.multimodal.images import Images
 
 LABELS = ("model_name", "engine")
 """The second is a replica's rank, so 0 for most engines."""
@@ -58,6 +62,8 @@ class SchedulerCollector(Collector):
             yield self._filled(GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS), value_of)
         for name, value_of, text in (*_COUNTERS, *drafts):
             yield self._filled(CounterMetricFamily(f"vllm:{name}", text, labels=LABELS), value_of)
+        if engine.images is not None:
+            yield from self._images(engine.images)
         if drafts:
             yield self._accepted_per_position()
         yield self._filled(
@@ -106,6 +112,15 @@ class SchedulerCollector(Collector):
         values = (*self._labels[0], str(max_loras), *(",".join(each) for each in names))
         family.add_metric(values, time.time())
         return family
+
+    def _images(self, images: Images) -> Iterable[Metric]:
+        for name, value, text in (
+            ("queries", images.num_queries, "Images looked up among those that are kept."),
+            ("hits", images.num_hits, "Of these, images found."),
+        ):
+            family = CounterMetricFamily(f"vllm:mm_cache_{name}", text, labels=LABELS)
+            family.add_metric(self._labels[0], value)
+            yield family
 
     def _accepted_per_position(self) -> CounterMetricFamily:
         family = CounterMetricFamily(

@@ -30,6 +30,8 @@ from tokenmill.tokenizer.tokenizer import Tokenizer
 
 _TEXT_THREADS = 2
 """Threads that render and tokenize; the tokenizer releases the interpreter lock."""
+_MEDIA_THREADS = 8
+"""Threads that fetch images, most of the time waiting; few of them decode at the same time."""
 _SHOWN_NAMES = 5
 
 _Result = TypeVar("_Result")
@@ -65,6 +67,9 @@ class ServerState:
     """Work on responses that nobody waits for, by their ids."""
     text_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="text")
+    )
+    media_threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_MEDIA_THREADS, thread_name_prefix="media")
     )
     _names: itertools.count[int] = field(default_factory=itertools.count)
     _name_root: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
@@ -112,6 +117,10 @@ class ServerState:
     async def in_text_thread(self, work: Callable[[], _Result]) -> _Result:
         """Run what takes time on text beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.text_threads, work)
+
+    async def in_media_thread(self, work: Callable[[], _Result]) -> _Result:
+        """Run what fetches or decodes beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.media_threads, work)
 
 
 def make_state(
