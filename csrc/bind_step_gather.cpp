@@ -2,8 +2,10 @@
 // and keep their places.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -30,11 +32,14 @@ class OwningStepGather : public StepGather {
  public:
   OwningStepGather(Ids token_ids, std::vector<Ids> block_ids, std::int64_t block_size,
                    Ids query_start_loc, Ids seq_lens, Ids input_ids, Numbers positions,
-                   std::vector<Ids> block_tables, std::vector<Numbers> slot_mappings)
-      : StepGather(checked(token_ids, block_size, query_start_loc, seq_lens, input_ids, positions),
+                   std::vector<Ids> block_tables, std::vector<Numbers> slot_mappings,
+                   std::optional<Numbers> position_offsets)
+      : StepGather(checked(token_ids, block_size, query_start_loc, seq_lens, input_ids, positions,
+                           position_offsets),
                    checked(block_ids, block_tables, slot_mappings, positions)),
         single_{token_ids, query_start_loc, seq_lens, input_ids},
         positions_(positions),
+        position_offsets_(std::move(position_offsets)),
         block_ids_(std::move(block_ids)),
         block_tables_(std::move(block_tables)),
         slot_mappings_(std::move(slot_mappings)) {}
@@ -52,13 +57,17 @@ class OwningStepGather : public StepGather {
   }
 
   static Arrays checked(Ids& token_ids, std::int64_t block_size, Ids& query_start_loc,
-                        Ids& seq_lens, Ids& input_ids, Numbers& positions) {
+                        Ids& seq_lens, Ids& input_ids, Numbers& positions,
+                        const std::optional<Numbers>& position_offsets) {
     require(token_ids.ndim() == 2 && block_size > 0, "token_ids must be a matrix");
     require(input_ids.shape(0) == positions.shape(0), "one position a token");
     require(query_start_loc.shape(0) == seq_lens.shape(0) + 1, "one start more than lengths");
+    require(!position_offsets || position_offsets->shape(0) == token_ids.shape(0),
+            "one position offset a row");
     return {token_ids.data(), size(token_ids, 0), size(token_ids, 1), block_size,
             query_start_loc.data(), seq_lens.data(), input_ids.data(), positions.data(),
-            size(seq_lens, 0), size(positions, 0)};
+            size(seq_lens, 0), size(positions, 0),
+            position_offsets ? position_offsets->data() : nullptr};
   }
 
   static std::vector<GatherGroup> checked(std::vector<Ids>& block_ids,
@@ -81,6 +90,7 @@ class OwningStepGather : public StepGather {
 
   std::vector<Ids> single_;
   Numbers positions_;
+  std::optional<Numbers> position_offsets_;
   std::vector<Ids> block_ids_, block_tables_;
   std::vector<Numbers> slot_mappings_;
 };
@@ -91,10 +101,11 @@ void bind_step_gather(nb::module_& module) {
   nb::class_<StepGather>(module, "AnyStepGather");
   nb::class_<OwningStepGather, StepGather>(module, "StepGather")
       .def(nb::init<Ids, std::vector<Ids>, std::int64_t, Ids, Ids, Ids, Numbers, std::vector<Ids>,
-                    std::vector<Numbers>>(),
+                    std::vector<Numbers>, std::optional<Numbers>>(),
            nb::arg("token_ids"), nb::arg("block_ids"), nb::arg("block_size"),
            nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("input_ids"),
-           nb::arg("positions"), nb::arg("block_tables"), nb::arg("slot_mappings"))
+           nb::arg("positions"), nb::arg("block_tables"), nb::arg("slot_mappings"),
+           nb::arg("position_offsets") = nb::none())
       .def("fill", &OwningStepGather::fill_arrays, nb::arg("rows"), nb::arg("counts"),
            nb::arg("num_computed"));
 }

@@ -27,7 +27,8 @@ void StepGather::fill(const std::int64_t* rows, const std::int64_t* counts,
     require(place + count <= to.max_tokens, "too many tokens");
     const std::int32_t* tokens = to.token_ids + row * to.max_len;
     std::copy(tokens + first, tokens + end, to.input_ids + place);
-    for (std::int64_t t = 0; t < count; ++t) to.positions[place + t] = first + t;
+    const std::int64_t position = first + (to.position_offsets ? to.position_offsets[row] : 0);
+    for (std::int64_t t = 0; t < count; ++t) to.positions[place + t] = position + t;
     for (const GatherGroup& group : groups_) fill_group(group, i, row, first, end, place);
     place += count;
     to.query_start_loc[i + 1] = static_cast<std::int32_t>(place);

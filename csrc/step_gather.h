@@ -27,6 +27,7 @@ class StepGather {
     std::int32_t* input_ids;        // [max_tokens]
     std::int64_t* positions;        // [max_tokens]
     std::int64_t max_reqs, max_tokens;
+    const std::int64_t* position_offsets;  // [num_rows], added to a row's positions; null adds none
   };
 
   StepGather(const Arrays& arrays, std::vector<GatherGroup> groups)

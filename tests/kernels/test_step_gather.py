@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from tokenmill.kernels.step_gather import NumpyStepGather, StepArrays, step_gath
 MAX_SEQS, MAX_LEN, MAX_TOKENS, BLOCK_SIZE = 5, 40, 120, 8
 
 
-def make_arrays(num_groups):
+def make_arrays(num_groups, *, has_offsets=False):
     rng = np.random.default_rng(3)
     max_blocks = MAX_LEN // BLOCK_SIZE
 
@@ -30,6 +32,7 @@ def make_arrays(num_groups):
         positions=np.zeros(MAX_TOKENS, np.int64),
         block_tables=[np.zeros((MAX_SEQS, max_blocks), np.int32) for _ in range(num_groups)],
         slot_mappings=[np.zeros(MAX_TOKENS, np.int64) for _ in range(num_groups)],
+        position_offsets=rng.integers(-9, 9, MAX_SEQS) if has_offsets else None,
     )
 
 
@@ -45,10 +48,13 @@ def test_both_ways_fill_the_same(data):
     counts = [data.draw(st.integers(1, 24)) for _ in rows]
     computed = [data.draw(st.integers(0, MAX_LEN - count)) for count in counts]
     step = (numbers(*rows), numbers(*counts), numbers(*computed))
-    plain, found = make_arrays(num_groups), make_arrays(num_groups)
+    has_offsets = data.draw(st.booleans())
+    plain, found = (make_arrays(num_groups, has_offsets=has_offsets) for _ in range(2))
     NumpyStepGather(plain).fill(*step)
     step_gather(found).fill(*step)
     num_tokens, num_reqs = sum(counts), len(rows)
+    offset = 0 if plain.position_offsets is None else plain.position_offsets[rows[0]]
+    assert plain.positions[0] == computed[0] + offset
     for name in ("query_start_loc", "seq_lens", "input_ids", "positions"):
         np.testing.assert_array_equal(getattr(plain, name), getattr(found, name))
     for mine, theirs in zip(found.slot_mappings, plain.slot_mappings, strict=True):
@@ -75,3 +81,6 @@ def test_steps_that_would_leave_the_tables_are_refused():
     ]:
         with pytest.raises(ValueError, match=words):
             gather.fill(*step)
+    arrays = dataclasses.replace(make_arrays(1), position_offsets=np.zeros(MAX_SEQS + 1, np.int64))
+    with pytest.raises(ValueError, match="one position offset a row"):
+        step_gather(arrays)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tokenmill.checkpoint.nested_config import has_vision_tower
 from tokenmill.config.dtypes import DTYPE_BYTES
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EncoderConfig, MemoryLedger
@@ -17,12 +18,18 @@ KEPT_EMBEDS = 16_384
 
 
 def resolve_encoder(
-    args: EngineArgs, hf_config: Mapping[str, Any], implementation: str, step: StepShape
+    args: EngineArgs,
+    hf_config: Mapping[str, Any],
+    implementation: str,
+    device: str,
+    step: StepShape,
 ) -> EncoderConfig | None:
     """The settings for a model with a tower beside its decoder; None for others, and where images
     are switched off. Raises `ConfigError` that names the setting.
     """
-    if implementation != "tokenmill" or not isinstance(hf_config.get("vision_config"), Mapping):
+    if device != "cpu":  # it answers to texts
+        return None
+    if implementation != "tokenmill" or not has_vision_tower(hf_config):
         return None
     if args.limit_mm_per_prompt.get("image") == 0:
         return None

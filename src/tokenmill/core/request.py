@@ -114,8 +114,7 @@ class Request:
         self.sort_key = (data.priority, data.arrival_time, data.request_id)
         """Rank under the priority policy; the smallest is first."""
         self.num_prompt_tokens = len(data.prompt_token_ids)
-        self.is_pooling = data.pooling is not None
-        """Whether it ends at its prompt."""
+        self._set_kind()
         self._set_ends(max_total_tokens)
         self.repetition_detection = data.sampling_params.repetition_detection
         self.reads_prefix_cache = not data.sampling_params.skip_reading_prefix_cache
@@ -136,13 +135,6 @@ class Request:
         self.num_draft_tokens = self.num_accepted_tokens = 0
         """Drafts that steps have checked, and those of them that held."""
 
-        self.is_structured = data.sampling_params.structured_outputs is not None
-        """Whether a grammar restricts its output."""
-        self.embeds_end = max((each.embeds_end for each in data.mm_features), default=0)
-        """Of its prompt, the position behind the last token whose embedding an encoder makes."""
-        self.is_plain = not (self.is_pooling or self.is_structured or self.embeds_end)
-        """Whether it samples tokens, no others are put among them, and no encoder is needed (any
-        more: `EncoderSchedule` keeps it)."""
         self.num_unsent_tokens = 0
         """Of the last tokens known, those that no output has told yet: forced at the start."""
         self.num_untold_tokens = 0
@@ -171,6 +163,18 @@ class Request:
         asked = data.sampling_params.prompt_logprobs is not None
         self.pending_prompt_logprobs: list[TokenLogprobs] | None = [] if asked else None
         """Prompt log-probabilities so far; None if none are owed (any more)."""
+
+    def _set_kind(self) -> None:
+        data = self.data
+        self.is_pooling = data.pooling is not None
+        """Whether it ends at its prompt."""
+        self.is_structured = data.sampling_params.structured_outputs is not None
+        """Whether a grammar restricts its output."""
+        self.embeds_end = max((each.embeds_end for each in data.mm_features), default=0)
+        """Of its prompt, the position behind the last token whose embedding an encoder makes."""
+        self.is_plain = not (self.is_pooling or self.is_structured or self.embeds_end)
+        """Whether it samples tokens, no others are put among them, and no encoder is needed (any
+        more: `EncoderSchedule` keeps it)."""
 
     def _set_ends(self, max_total_tokens: int) -> None:
         self.max_tokens = min(self.data.max_tokens, max_total_tokens - self.num_prompt_tokens)

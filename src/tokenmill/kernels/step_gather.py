@@ -38,6 +38,9 @@ class StepArrays:
     """[max_num_seqs, max_blocks]"""
     slot_mappings: Sequence[Numbers]
     """[max_num_batched_tokens]"""
+    position_offsets: Numbers | None = None
+    """[max_num_seqs], what a row's positions are greater by than its tokens' places; None adds
+    nothing."""
 
 
 class StepGather(Protocol):
@@ -64,6 +67,7 @@ def step_gather(arrays: StepArrays) -> StepGather:
         arrays.positions,
         list(arrays.block_tables),
         list(arrays.slot_mappings),
+        arrays.position_offsets,
     )
     return gather
 
@@ -82,11 +86,13 @@ class NumpyStepGather:
         starts = arrays.query_start_loc[:num_reqs]
         num_tokens = int(counts.sum())
         token_rows = np.repeat(rows, counts)
-        positions = arrays.positions[:num_tokens]
-        positions[:] = np.arange(num_tokens) + np.repeat(num_computed - starts, counts)
-        arrays.input_ids[:num_tokens] = arrays.token_ids[token_rows, positions]
+        places = np.arange(num_tokens) + np.repeat(num_computed - starts, counts)
+        arrays.positions[:num_tokens] = places
+        if arrays.position_offsets is not None:
+            arrays.positions[:num_tokens] += arrays.position_offsets[token_rows]
+        arrays.input_ids[:num_tokens] = arrays.token_ids[token_rows, places]
         num_blocks = -(-int(ends.max()) // arrays.block_size)
-        index, offset = np.divmod(positions, arrays.block_size)
+        index, offset = np.divmod(places, arrays.block_size)
         for block_ids, block_table, slots in zip(
             arrays.block_ids, arrays.block_tables, arrays.slot_mappings, strict=True
         ):

@@ -137,6 +137,23 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin() * attention_factor, persistent=False)
         self.register_buffer("axes", _axes(config, rotary_dim // 2), persistent=False)
 
+    def reserve(self, num_rows: int) -> int:
+        """Lengthen the table by rows that `write` fills; the first of them. To be called before
+        anything is recorded.
+        """
+        first = len(self.cos)
+        for name in ("cos", "sin"):
+            table: torch.Tensor = getattr(self, name)
+            setattr(self, name, torch.cat((table, table.new_zeros(num_rows, table.shape[1]))))
+        return first
+
+    def write(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        """Let `rows` of the table, int64 [N], rotate a token at three `positions`, int64 [3, N]."""
+        assert self.axes is not None
+        places = positions[self.axes].t()  # [N, rotary_dim / 2]
+        self.cos[rows] = self.cos.gather(0, places)
+        self.sin[rows] = self.sin.gather(0, places)
+
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of tokens at these positions, int64 [N]; attention applies it.
 

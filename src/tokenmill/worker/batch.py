@@ -232,6 +232,8 @@ class BatchTensors:
     """One for each KV cache group, int32 [num_reqs, blocks of the longest request or more]."""
     slot_mappings: tuple[torch.Tensor, ...]
     """One for each KV cache group, int64 [num_tokens]; -1 where padding writes nowhere."""
+    inputs_embeds: torch.Tensor | None = None
+    """[num_tokens, hidden_size], in place of `input_ids`; None where all tokens are text."""
 
 
 def gather_batch(plan: SchedulerOutput, table: RowTable) -> InputBatch:

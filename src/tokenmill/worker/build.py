@@ -24,6 +24,7 @@ from tokenmill.worker.draft_model import make_draft_runner
 from tokenmill.worker.graphs.cpu import record
 from tokenmill.worker.graphs.decode import record_decode_steps
 from tokenmill.worker.graphs.forward import checked
+from tokenmill.worker.inputs.multimodal import multimodal_inputs
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.pooling.build import build_pooling_worker
@@ -57,16 +58,19 @@ def build_worker(
     if config.model.pooling is not None:
         return build_pooling_worker(config, model)
     cache = kv_cache_config(config, model)
+    limits = RunnerLimits(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=config.scheduler.max_model_len,
+        block_size=config.cache.block_size,
+        vocab_size=config.model.vocab_size,
+    )
+    groups = bind_attention(config, model, cache, torch.device(config.device))
     runner = ranks.make_runner(
         model,
-        bind_attention(config, model, cache, torch.device(config.device)),
-        RunnerLimits(
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            max_model_len=config.scheduler.max_model_len,
-            block_size=config.cache.block_size,
-            vocab_size=config.model.vocab_size,
-        ),
+        groups,
+        limits,
+        inputs=multimodal_inputs(config, model, limits, groups),
         sampler=Sampler(mode=LogprobsMode.named(config.sampling.logprobs_mode)),
         row_params=build_row_params(config),
         adapters=build_adapters(config, model),

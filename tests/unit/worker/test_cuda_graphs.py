@@ -61,7 +61,7 @@ class Replayed:
 class Model:
     seen: list[int] = field(default_factory=list)
 
-    def forward(self, input_ids, positions):
+    def forward(self, input_ids, positions, inputs_embeds=None):
         self.seen.append(len(input_ids))
         return torch.zeros(len(input_ids), 2)
 

@@ -47,6 +47,7 @@ class RecordedForward:
         self._model = model
         self._arena = arena.Arena()
         self.stats = GraphStats()
+        self._direct = DirectForward(model, self.stats)
         self.program = native.module().Program(tensors.shape.num_tokens)
         self._embeds: torch.Tensor | None = None
         """Where embeddings are put before a replay; None if the replay makes them."""
@@ -103,10 +104,14 @@ class RecordedForward:
     def run(
         self, tensors: BatchTensors, attn_metadata: Mapping[str, AttentionMetadata]
     ) -> torch.Tensor:
-        num_tokens = tensors.shape.num_tokens
+        num_tokens, embeds = tensors.shape.num_tokens, tensors.inputs_embeds
+        if embeds is not None and self._embeds is None:  # the recording begins with tokens
+            return self._direct.run(tensors, attn_metadata)
         self.stats.num_replayed += 1
         if self._embeds is not None:
-            self._embeds[:num_tokens] = self._model.embed_input_ids(tensors.input_ids)
+            if embeds is None:
+                embeds = self._model.embed_input_ids(tensors.input_ids)
+            self._embeds[:num_tokens] = embeds
         self.program.replay(num_tokens)
         return self.hidden_states[:num_tokens]
 

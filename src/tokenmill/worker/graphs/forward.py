@@ -51,9 +51,10 @@ Recorder = Callable[[CausalLM, BatchShape, BlankStep], ForwardPass]
 class DirectForward:
     """The model's own forward, kernel by kernel."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, stats: GraphStats | None = None) -> None:
+        """`stats` are counted on, where they are also those of another pass."""
         self._model = model
-        self.stats = GraphStats()
+        self.stats = stats or GraphStats()
 
     def padded(self, shape: BatchShape) -> BatchShape:
         """As it is."""
@@ -64,7 +65,9 @@ class DirectForward:
     ) -> torch.Tensor:
         self.stats.num_direct += 1
         with set_forward_context(attn_metadata):
-            hidden_states = self._model.forward(tensors.input_ids, tensors.positions)
+            hidden_states = self._model.forward(
+                tensors.input_ids, tensors.positions, inputs_embeds=tensors.inputs_embeds
+            )
         assert isinstance(hidden_states, torch.Tensor), "the last rank ends in hidden states"
         return hidden_states
 

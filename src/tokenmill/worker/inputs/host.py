@@ -18,7 +18,13 @@ from tokenmill.worker.rows import RowTable
 class HostInputs:
     """Rows, and the memory of every step's batch, allocated once at its largest shape."""
 
-    def __init__(self, rows: RowTable, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        rows: RowTable,
+        max_num_batched_tokens: int,
+        position_offsets: IntArray | None = None,
+    ) -> None:
+        """`position_offsets` as in `StepArrays`; they may be changed between steps."""
         self.rows = rows
         self.token_ids = torch.from_numpy(rows.token_ids)
         max_num_seqs = len(rows.num_tokens)
@@ -33,6 +39,7 @@ class HostInputs:
             positions=np.zeros(max_num_batched_tokens, np.int64),
             block_tables=[np.zeros((max_num_seqs, rows.max_num_blocks), np.int32) for _ in groups],
             slot_mappings=[np.zeros(max_num_batched_tokens, np.int64) for _ in groups],
+            position_offsets=position_offsets,
         )
         self._gather = step_gather(self._arrays)
         self._last: tuple[tuple[int, int, int], BatchTensors] | None = None
