@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from math import prod
 from pathlib import Path
@@ -62,18 +63,24 @@ def test_the_same_bits_again_and_with_other_threads(family: VisionFamily, dtype:
     model = load(saved(family.name), dtype)
     processor = processor_of(family.name)
     first, other = (tensors(processor.process(picture(*size), {})) for size in SIZES)
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads(), os.cpu_count() or 1
     try:
         with torch.inference_mode():
+            set_num_threads(1, 1)
             alone = model.encode("image", first)
             model.encode("image", other)
-            torch.set_num_threads(3)
+            set_num_threads(3, 2)
             again = model.encode("image", first)
             embedding = model.embed_input_ids(torch.tensor([3], dtype=torch.int32))
     finally:
-        torch.set_num_threads(threads)
+        set_num_threads(*before)
     assert torch.equal(alone, again)
     assert alone.dtype == embedding.dtype
+
+
+def set_num_threads(of_torch: int, of_kernels: int) -> None:
+    torch.set_num_threads(of_torch)
+    native.set_num_threads(of_kernels)
 
 
 @over_families

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tokenmill.errors import ConfigError, shown
-from tokenmill.kernels.rotary import apply_rotary
 from tokenmill.layers.activations import read_activation
 from tokenmill.layers.kernels import LayerKernels, tower_kernels
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import LayerNorm, RMSNorm
+from tokenmill.layers.patch_attention import Angles, attend_patches
 from tokenmill.models.config import GATES
 
 
@@ -71,6 +69,7 @@ class PatchAttention(nn.Module):
                 f" hidden_size, {hidden_size}."
             )
         self.num_heads = num_heads
+        self.kernels = parts.kernels
         names = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden_size)
         self.qkv = parts.linear(hidden_size, 3 * hidden_size if is_fused else names, bias=bias)
         self.out_name = out_name
@@ -79,33 +78,18 @@ class PatchAttention(nn.Module):
     def forward(
         self,
         x: Activations,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        angles: Angles | None = None,
         lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Map x [N, hidden_size] to the same shape.
 
-        `rotation` is cos and sin, float32 [N, head_size / 2], of a position in the image. Patches
-        see those of their own run only, of `lengths` that add up to N; by default all.
+        `angles` and `lengths` are those of `attend_patches`.
         """
         qkv = self.qkv(x)
-        heads = qkv.view(len(qkv), 3, self.num_heads, -1)
-        query, key, value = heads.unbind(1)
-        if rotation is not None:
-            query, key = apply_rotary(query, *rotation), apply_rotary(key, *rotation)
-        ends = list(accumulate(lengths or [len(qkv)]))
-        attended = [
-            _attend(query[start:end], key[start:end], value[start:end])
-            for start, end in pairwise([0, *ends])
-        ]
-        out: torch.Tensor = self.get_submodule(self.out_name)(torch.cat(attended).flatten(-2))
+        query, key, value = qkv.view(len(qkv), 3, self.num_heads, -1).unbind(1)
+        attended = attend_patches(self.kernels, query, key, value, angles=angles, lengths=lengths)
+        out: torch.Tensor = self.get_submodule(self.out_name)(attended.flatten(1))
         return out
-
-
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """All of [n, num_heads, head_size] to all; the same shape."""
-    query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
-    attended = functional.scaled_dot_product_attention(query, key, value)
-    return attended.squeeze(0).transpose(0, 1)
 
 
 class TowerMLP(nn.Module):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tokenmill.config.parameters import number, positive_int
+from tokenmill.layers.patch_attention import Angles
 from tokenmill.layers.patch_embedding import PatchEmbedding, cut_patches
 from tokenmill.models.vision.blocks import PatchAttention, TowerGatedMLP, TowerParts
 
@@ -38,10 +39,10 @@ class PixtralLayer(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        angles: Angles,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.attention_norm(x, residual)
-        normed, residual = self.ffn_norm(self.attention(normed, rotation), residual)
+        normed, residual = self.ffn_norm(self.attention(normed, angles), residual)
         return self.feed_forward(normed), residual
 
 
@@ -83,25 +84,25 @@ class PixtralVisionModel(nn.Module):
         row.
         """
         x, _ = self.ln_pre(self.patch_conv(cut_patches(image, self.patch_size)))
-        rotation = self._rotation(*(edge // self.patch_size for edge in image.shape[1:]))
-        rotation = (rotation[0].to(image.device), rotation[1].to(image.device))
+        turns = self._turns(*(edge // self.patch_size for edge in image.shape[1:]))
+        turns = turns.to(image.device)
+        angles = (turns.cos(), turns.sin())
         residual: torch.Tensor | None = None
         kept = {0: x.float()}
         layers = self.transformer["layers"]
         assert isinstance(layers, nn.ModuleList)
         for index, layer in enumerate(layers, start=1):
-            x, residual = layer(x, residual, rotation)
+            x, residual = layer(x, residual, angles)
             if index in self.kept_layers:
                 kept[index] = residual + x
         return torch.cat([kept[index] for index in self.kept_layers], dim=-1)
 
-    def _rotation(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of each patch's angles, float32 [N, head_size / 2]."""
+    def _turns(self, rows: int, columns: int) -> torch.Tensor:
+        """Radians of each patch, float32 [N, head_size / 2]."""
         exponents = torch.arange(0, self.head_size, 2, dtype=torch.float32) / self.head_size
         frequencies = 1.0 / self.rope_theta**exponents
         by_row = torch.arange(rows, dtype=torch.float32)[:, None] * frequencies[0::2]
         by_column = torch.arange(columns, dtype=torch.float32)[:, None] * frequencies[1::2]
-        angles = torch.cat(
+        return torch.cat(
             [by_row.repeat_interleave(columns, dim=0), by_column.repeat(rows, 1)], dim=-1
         )
-        return angles.cos(), angles.sin()

@@ -23,6 +23,7 @@ from tokenmill.config.parameters import number, positive_int
 from tokenmill.errors import ConfigError, shown
 from tokenmill.kernels.gelu import gelu
 from tokenmill.layers.norm import LayerNorm, RMSNorm
+from tokenmill.layers.patch_attention import Angles
 from tokenmill.layers.patch_embedding import PatchEmbedding
 from tokenmill.models.vision.blocks import PatchAttention, TowerGatedMLP, TowerMLP, TowerParts
 
@@ -120,11 +121,11 @@ class QwenTowerLayer(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        rotation: tuple[torch.Tensor, torch.Tensor],
+        angles: Angles,
         lengths: list[int] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = self.norm1(x, residual)
-        normed, residual = self.norm2(self.attn(normed, rotation, lengths), residual)
+        normed, residual = self.norm2(self.attn(normed, angles, lengths), residual)
         return self.mlp(normed), residual
 
 
@@ -182,12 +183,12 @@ class QwenVisionTransformer(nn.Module):
         order, lengths = self._windows(rows // config.merge_size, columns // config.merge_size)
         order = order.to(image.device)
         x = _reordered(x, order, config.merge_size)
-        angles = _reordered(self._angles(rows, columns).to(image.device), order, config.merge_size)
-        rotation = (angles.cos(), angles.sin())
+        turns = _reordered(self._turns(rows, columns).to(image.device), order, config.merge_size)
+        angles = (turns.cos(), turns.sin())
         residual: torch.Tensor | None = None
         for index, block in enumerate(self.blocks):
             runs = None if index in config.full_layers else lengths
-            x, residual = block(x, residual, rotation, runs)
+            x, residual = block(x, residual, angles, runs)
         assert residual is not None
         merged = self.merger(x, residual)
         return merged[order.argsort()]  # type: ignore[no-any-return]
@@ -203,8 +204,8 @@ class QwenVisionTransformer(nn.Module):
         frames = grid.unsqueeze(5).expand(*grid.shape[:5], self.config.num_frames, size, size)
         return frames.reshape(-1, channels * self.config.num_frames * size**2)
 
-    def _angles(self, rows: int, columns: int) -> torch.Tensor:
-        """Of each patch, float32 [N, head_size / 2]: by its row, then by its column."""
+    def _turns(self, rows: int, columns: int) -> torch.Tensor:
+        """Radians of each patch, float32 [N, head_size / 2]: by its row, then by its column."""
         half = self.config.hidden_size // self.config.num_heads // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
         frequencies = 1.0 / self.config.rope_theta**exponents
