@@ -16,6 +16,7 @@ import msgspec
 from cyclopts import App, Group, Parameter
 
 from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.route_args import RouteArgs
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.entrypoints.cli import event_loop
@@ -50,7 +51,7 @@ SERVER_DEFAULTS = ServerFlags()
 RECOVERY_DEFAULTS = RecoveryFlags()
 ENGINE_DEFAULTS = ServedEngineFlags()
 
-SECRETS = ("api_key",)
+SECRETS = ("api_key", "backend_api_key")
 """Settings that are not printed."""
 
 NOTES = """
@@ -107,7 +108,13 @@ def _run(args: EngineArgs, serve_args: ServeArgs, options: ServeOptions, *, quie
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    _configure_logging(console, serve_args)
+    configure_logging_of_servers(console, log_format=serve_args.log_format)
+    check_packages("serve")
+    return event_loop.run(_serve(args, serve_args, options, console, quiet=quiet))
+
+
+def check_packages(command: str) -> None:
+    """Raise `ConfigError` if a package is missing that servers need."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -115,10 +122,9 @@ def _run(args: EngineArgs, serve_args: ServeArgs, options: ServeOptions, *, quie
         import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"tokenmill serve needs the packages of its extra, and {error.name} is missing:"
-            f" pip install 'tokenmill[serve]'."
+            f"tokenmill {command} needs the packages of the extra serve, and {error.name} is"
+            f" missing: pip install 'tokenmill[serve]'."
         ) from error
-    return event_loop.run(_serve(args, serve_args, options, console, quiet=quiet))
 
 
 async def _serve(
@@ -138,7 +144,7 @@ async def _serve(
         _check_template(template)
     check_answer_settings(serve_args, args.reasoning_parser)
     check_first_adapters(serve_args, args)
-    _warn_of_open_doors(serve_args, num_keys=len(api_keys(serve_args)))
+    warn_of_open_doors(serve_args, num_keys=len(api_keys(serve_args)))
 
     async def start_engine() -> AsyncLLM:
         shown = not quiet and serve_args.log_format == "text"
@@ -183,15 +189,16 @@ def _announcer(
     return announce
 
 
-def _configure_logging(console: Console, serve_args: ServeArgs) -> None:
+def configure_logging_of_servers(console: Console, *, log_format: str) -> None:
     """Warnings of everything, and what the server itself has to tell."""
     from tokenmill.observe.environment import log_level
     from tokenmill.observe.logging import configure_logging
 
-    configure_logging(console, as_json=serve_args.log_format == "json")
+    configure_logging(console, as_json=log_format == "json")
     ours = logging.getLogger("tokenmill")
     level = log_level("info").upper()
-    for name in ("tokenmill.access", "tokenmill.entrypoints.http"):
+    names = ("tokenmill.access", "tokenmill.entrypoints.http", "tokenmill.entrypoints.router")
+    for name in names:
         logging.getLogger(name).setLevel(level)
     uvicorn_logger = logging.getLogger("uvicorn")
     uvicorn_logger.handlers = ours.handlers
@@ -199,7 +206,8 @@ def _configure_logging(console: Console, serve_args: ServeArgs) -> None:
     uvicorn_logger.setLevel(logging.WARNING)
 
 
-def _warn_of_open_doors(serve_args: ServeArgs, *, num_keys: int) -> None:
+def warn_of_open_doors(serve_args: ServeArgs | RouteArgs, *, num_keys: int) -> None:
+    """Log a warning if everybody may use a server."""
     loopback = serve_args.host in ("localhost", "::1") or serve_args.host.startswith("127.")
     if serve_args.uds is None and not loopback and not num_keys:
         logging.getLogger(__name__).warning(

@@ -1,5 +1,6 @@
 """Where the flags of `tokenmill serve` come from, if not from the command line: an environment
 variable for each (`TOKENMILL_SERVE_MAX_MODEL_LEN` for `--max-model-len`), then a file (`--config`).
+Those of `tokenmill route` come from `TOKENMILL_ROUTE_...` in the same way.
 
 The first that says something wins: command line, environment, file, default.
 """
@@ -16,7 +17,6 @@ from cyclopts import App, ArgumentCollection, Token
 
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
-PREFIX = "TOKENMILL_SERVE_"
 FORMATS = (".yaml", ".yml", ".toml", ".json")
 NOT_IN_SOURCES = ("config", "print_config")
 """Flags that say where settings are and what to do with them. The file's path may come from the
@@ -27,8 +27,10 @@ environment.
 class Sources:
     """Fills in flags while the command line is parsed; remembers where each came from."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ, *, command: str = "serve") -> None:
         self._environ = environ
+        self._command = command
+        self._prefix = f"TOKENMILL_{command.upper()}_"
         self.origins: dict[str, str] = {}
         """Setting to its source, for those that are not at their default."""
 
@@ -48,14 +50,16 @@ class Sources:
 
     def _from_environment(self, known: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         given = {
-            name.removeprefix(PREFIX).lower(): (value, name)
+            name.removeprefix(self._prefix).lower(): (value, name)
             for name, value in self._environ.items()
-            if name.startswith(PREFIX)
+            if name.startswith(self._prefix)
         }
         for setting, (_, variable) in given.items():
             if setting not in known:
-                near = did_you_mean(variable, [PREFIX + name.upper() for name in known])
-                raise ConfigError(f"{variable} belongs to no flag of tokenmill serve.{near}")
+                near = did_you_mean(variable, [self._prefix + name.upper() for name in known])
+                raise ConfigError(
+                    f"{variable} belongs to no flag of tokenmill {self._command}.{near}"
+                )
         return {name: (_from_text(value), variable) for name, (value, variable) in given.items()}
 
     def _fill(self, known: Mapping[str, Any], given: Mapping[str, tuple[Any, str]]) -> None:

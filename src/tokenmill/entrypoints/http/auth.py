@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Iterable
 from pathlib import Path
 
+from tokenmill.config.route_args import RouteArgs
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.entrypoints.http.errors import AuthenticationError
 from tokenmill.errors import ConfigError
@@ -47,7 +48,7 @@ class ApiKeys:
         raise AuthenticationError("the API key is not one of this server's.")
 
 
-def api_keys(args: ServeArgs) -> ApiKeys:
+def api_keys(args: ServeArgs | RouteArgs) -> ApiKeys:
     """Keys of the settings and their file. Raises `ConfigError` for a file without any."""
     keys = list(args.api_key or [])
     if args.api_key_file is not None:

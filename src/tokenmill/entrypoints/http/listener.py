@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenmill.config.route_args import RouteArgs
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.errors import ConfigError
 
@@ -54,7 +55,7 @@ class Listener:
 
 
 @contextlib.contextmanager
-def bind(args: ServeArgs) -> Iterator[Listener]:
+def bind(args: ServeArgs | RouteArgs) -> Iterator[Listener]:
     """Take the address of the settings; given back at the end. Raises `ConfigError`."""
     if args.uds is not None:
         with _bind_path(Path(args.uds).expanduser()) as listener:

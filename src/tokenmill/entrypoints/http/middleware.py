@@ -66,9 +66,9 @@ class RequestMiddleware:
             log_request(record)
 
 
-def log_request(record: RequestRecord) -> None:
+def log_request(record: RequestRecord, **more: object) -> None:
     """One line, as `name=value` pairs; the JSON format has the values as fields."""
-    values = record.fields()
+    values = record.fields() | more
     values["path"] = str(values["path"])[:_MAX_SHOWN_PATH].encode("unicode_escape").decode("ascii")
     text = " ".join(f"{name}={value}" for name, value in values.items())
     access_logger.info("%s", text, extra={"fields": values})

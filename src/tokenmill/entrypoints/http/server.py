@@ -14,9 +14,8 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import uvicorn
 
@@ -26,6 +25,7 @@ from tokenmill.entrypoints.http.adapters import load_first_adapters, parse_adapt
 from tokenmill.entrypoints.http.app import create_app
 from tokenmill.entrypoints.http.connection import connection_class
 from tokenmill.entrypoints.http.engine import Engine
+from tokenmill.entrypoints.http.lifetime import QuietServer, Signals, first_of
 from tokenmill.entrypoints.http.listener import Listener, bind
 from tokenmill.entrypoints.http.load_lines import write_load_lines
 from tokenmill.entrypoints.http.state import ServerState, make_state
@@ -60,7 +60,7 @@ async def run_server(
     Raises `ConfigError` for an address that cannot be had, and what `start_engine` raises.
     """
     started = time.monotonic()
-    with bind(args) as listener, _Signals() as signals:
+    with bind(args) as listener, Signals() as signals:
         engine = await signals.unless_stopped(start_engine())
         if engine is None:
             return 0
@@ -82,7 +82,7 @@ async def run_server(
 
 
 async def _serve(
-    state: ServerState, listener: Listener, signals: _Signals, announce: Callable[[], None]
+    state: ServerState, listener: Listener, signals: Signals, announce: Callable[[], None]
 ) -> int:
     listener.listen()
     server = make_uvicorn(state)
@@ -97,7 +97,7 @@ async def _serve(
             raise ConfigError(f"cannot listen on {listener.address}: {serving.exception()}.")
         announce()
         notify("READY=1")
-        await _first(serving, signals.first.wait(), died.wait())
+        await first_of(serving, signals.first.wait(), died.wait())
         notify("STOPPING=1")
         if died.is_set():
             state.dead = True
@@ -131,16 +131,10 @@ def make_uvicorn(state: ServerState) -> uvicorn.Server:
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
     )
-    return _QuietServer(config)
+    return QuietServer(config)
 
 
-class _QuietServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def drain(state: ServerState, signals: _Signals) -> None:
+async def drain(state: ServerState, signals: Signals) -> None:
     """Take no more requests and wait for those that run."""
     state.draining = True
     timeout = state.args.drain_timeout
@@ -152,7 +146,7 @@ async def drain(state: ServerState, signals: _Signals) -> None:
     finished = asyncio.create_task(_idle(state))
     try:
         async with asyncio.timeout(timeout):
-            await _first(finished, signals.second.wait())
+            await first_of(finished, signals.second.wait())
     except TimeoutError:
         logger.warning("%d requests did not finish in time and are ended", len(state.active))
     finally:
@@ -171,46 +165,3 @@ async def _end_requests(state: ServerState) -> None:
         async with asyncio.timeout(_GRACE):
             await _idle(state)
     await asyncio.sleep(0)  # responses are written
-
-
-async def _first(*waits: Awaitable[object]) -> None:
-    """Return when one of them is done; the others are cancelled, tasks excepted."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait, task in zip(waits, tasks, strict=True):
-            if wait is not task:
-                task.cancel()
-
-
-class _Signals:
-    """SIGINT and SIGTERM as events of the loop."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._note)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.remove_signal_handler(number)
-
-    async def unless_stopped(self, starting: Awaitable[Engine]) -> Engine | None:
-        """The started engine; None if a signal came first, which ends the start."""
-        task = asyncio.ensure_future(starting)
-        await _first(task, self.first.wait())
-        if task.done():
-            return task.result()
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        return None
-
-    def _note(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()

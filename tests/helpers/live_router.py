@@ -1,0 +1,173 @@
+"""A router on a socket, in a thread of the test's own process; and backends that do as told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+from helpers.live_server import Client
+from tokenmill.config.route_args import RouteArgs
+from tokenmill.entrypoints.http.listener import bind
+from tokenmill.entrypoints.router.server import first_look, make_uvicorn, watch_all
+from tokenmill.entrypoints.router.state import make_router
+
+QUICK = {"health_interval": 0.05, "health_timeout": 5.0, "connect_timeout": 5.0}
+
+
+class LiveRouter(Client):
+    """Routes to `urls` until the end of the `with` block."""
+
+    def __init__(self, *urls, **args):
+        backends = {} if "prefill" in args else {"backend": list(urls)}
+        self.args = RouteArgs(port=0, **{**QUICK, **backends, **args})
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(30)
+        super().__init__(self.port)
+        return self
+
+    def __exit__(self, *exc_info):
+        self.loop.call_soon_threadsafe(self._end.set)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_until(self, condition, seconds=20.0):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "not in time"
+            time.sleep(0.005)
+
+    def wait_until_ready(self):
+        self.wait_until(lambda: self.get("/ready").status == 200)
+
+    async def _serve(self):
+        self.loop = asyncio.get_running_loop()
+        self._end = asyncio.Event()
+        with bind(self.args) as listener:
+            self.state = make_router(self.args)
+            await first_look(self.state)
+            self.port = listener.socket.getsockname()[1]
+            server = make_uvicorn(self.state)
+            serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
+            while not (server.started or serving.done()):
+                await asyncio.sleep(0.001)
+            watching = watch_all(self.state)
+            self._ready.set()
+            await asyncio.wait(
+                [serving, asyncio.create_task(self._end.wait())],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for task in watching:
+                task.cancel()
+            server.should_exit = server.force_exit = True
+            await asyncio.gather(serving, *watching, return_exceptions=True)
+            self.state.close()
+
+
+class RawBackend:
+    """A server that answers with the bytes it is given; keeps what it was sent.
+
+    `behave(head, body, writer)` writes an answer, and may leave the connection in any state; the
+    questions on health and models are answered well unless `is_well` says otherwise.
+    """
+
+    def __init__(self, behave=None, *, models=("m",), keep_alive=True):
+        self.behave = behave or (lambda head, body, writer: writer.write(answer(b"{}")))
+        self.models = models
+        self.is_well = True
+        self.requests = []
+        """(head, body) of all but the questions."""
+        self.num_connections = 0
+        self.num_lost = 0
+        """Connections that ended while an answer was under way."""
+        self._keep_alive = keep_alive
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *exc_info):
+        self.stop()
+
+    def stop(self):
+        """End it, with all of its connections; may be called twice."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _serve(self):
+        self.loop = asyncio.get_running_loop()
+        self._end = asyncio.Event()
+        self._tasks = set()
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        self._ready.set()
+        await self._end.wait()
+        server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connected(self, reader, writer):
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        self.num_connections += 1
+        try:
+            while not writer.is_closing():
+                await self._exchange(reader, writer)
+                if not self._keep_alive:
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+            self._tasks.discard(task)
+
+    async def _exchange(self, reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        names = dict(
+            line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line
+        )
+        body = await reader.readexactly(int(names.get(b"content-length", 0)))
+        if head.startswith(b"GET /health "):
+            writer.write(answer(b"") if self.is_well else answer(b"", status=503))
+        elif head.startswith(b"GET /v1/models "):
+            data = [{"id": name, "object": "model", "at": self.port} for name in self.models]
+            writer.write(answer(json.dumps({"object": "list", "data": data}).encode()))
+        else:
+            self.requests.append((head, body))
+            waiting = self.behave(head, body, writer)
+            if waiting is not None:
+                watching = asyncio.ensure_future(reader.read(1))
+                working = asyncio.ensure_future(waiting)
+                await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)
+                if not working.done():
+                    self.num_lost += 1
+                working.cancel()
+                watching.cancel()
+                writer.close()
+        await writer.drain()
+
+
+def answer(body, status=200, **headers):
+    """A whole answer."""
+    lines = [f"HTTP/1.1 {status} X", f"content-length: {len(body)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
