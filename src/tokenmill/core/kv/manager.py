@@ -241,7 +241,8 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; refused (False) while any request holds blocks."""
-        self.transfers.flush(_FLUSH_SECONDS)
+        if self._are_in_transfers_only():
+            self.transfers.flush(_FLUSH_SECONDS)
         if any(pool.num_used_blocks for pool in self._pools):
             return False
         return all(pool.reset_prefix_cache() for pool in self._pools)
@@ -261,7 +262,7 @@ class KVCacheManager:
 
     def repair_leak(self) -> None:
         """To be called when no request runs: blocks still in use then are logged and recovered."""
-        if all(pool.num_used_blocks == self._num_transferred(pool) for pool in self._pools):
+        if self._are_in_transfers_only():
             return
         if self.transfers.is_busy or self.transfers.holds_blocks:
             return  # seen again once nothing is under way
@@ -269,8 +270,13 @@ class KVCacheManager:
         for pool in self._pools:
             pool.rebuild()
 
-    def _num_transferred(self, pool: BlockPool) -> int:
-        return len({block.block_id for table in self.transfers.tables(pool) for block in table})
+    def _are_in_transfers_only(self) -> bool:
+        """Whether nothing but transfers holds blocks; also if nothing does."""
+        return all(
+            pool.num_used_blocks
+            == len({block.block_id for table in self.transfers.tables(pool) for block in table})
+            for pool in self._pools
+        )
 
     def _has_free_blocks(
         self, request_id: str, num_missing: int, num_must_fit: int, computed: ComputedBlocks

@@ -77,7 +77,9 @@ class _Visit:
 
     number: int
     job_id: int | None = None
-    """Of its load; None if there is none."""
+    """Of the load that it waits for; None if there is none."""
+    looks_again: bool = False
+    """Whether it is another request's load, behind which there may be something left to load."""
 
 
 @dataclass(slots=True)
@@ -115,6 +117,8 @@ class KVTransfers:
         self._transfer = transfer
         self._visits: dict[str, _Visit] = {}
         self._jobs = _Jobs()
+        self._loading: dict[BlockKey, int] = {}
+        """Jobs by what they load."""
         self._next_job_id = 0
         self._saves = Saves(pools, transfer, self._new_id)
         self._num_submitted = self._num_settled = 0
@@ -130,18 +134,20 @@ class KVTransfers:
     def wait_reason(self, request: Request) -> str | None:
         """Looks outside once in each of the request's stays among those that wait."""
         visit = self._visits.get(request.request_id)
-        if visit is None or visit.number != request.num_preemptions:
+        if visit is not None and visit.job_id in self._jobs.loads:
+            return WAIT_REASON
+        if visit is None or visit.looks_again or visit.number != request.num_preemptions:
             if not self._kv.has_room_for(request):
                 return None  # nor can it start; it is looked for when there is room
-            visit = _Visit(request.num_preemptions, self._begin_load(request))
-            self._visits[request.request_id] = visit
+            visit = self._visits[request.request_id] = self._begin_load(request)
         return WAIT_REASON if visit.job_id in self._jobs.loads else None
 
-    def _begin_load(self, request: Request) -> int | None:
-        """Take blocks for what is found outside; None if nothing is."""
+    def _begin_load(self, request: Request) -> _Visit:
+        """Take blocks for what is found outside, unless another request has it loaded already."""
+        visit = _Visit(request.num_preemptions)
         origin = None if request.num_preemptions else remote_origin(request.data.kv_transfer_params)
         if origin is None and not self._transfer.keeps_blocks:
-            return None
+            return visit
         computed = self._kv.get_computed_blocks(request)
         end = 0
         if computed.num_queried_tokens:  # else it may not read the cache
@@ -150,14 +156,30 @@ class KVTransfers:
         if end <= computed.num_blocks:
             if origin is not None:
                 self._transfer.release(origin)
-            return None
-        held: list[tuple[BlockPool, KVCacheBlock]] = []
-        places: list[_Place] = []
+            return visit
         wanted = [
             (group, position, group.cached_block(request, position))
             for group in self._groups
             for position in group.positions_needed(end)
         ]
+        missing = (self._key(request, g, position) for g, position, block in wanted if not block)
+        others = (self._loading[key] for key in missing if key in self._loading)
+        visit.job_id = next(others, None)
+        if visit.job_id is not None:
+            visit.looks_again = True
+        else:
+            visit.job_id = self._take_blocks(request, wanted, origin)
+        return visit
+
+    def _take_blocks(
+        self,
+        request: Request,
+        wanted: Sequence[tuple[FullAttentionGroup, int, KVCacheBlock | None]],
+        origin: RemoteOrigin | None,
+    ) -> int:
+        """Hold the blocks of a prefix that the pool has, and others for those that it lacks."""
+        held: list[tuple[BlockPool, KVCacheBlock]] = []
+        places: list[_Place] = []
         for group, _, block in wanted:  # first, so that none of them is handed out below
             if block is not None:
                 group.pool.touch([block])
@@ -166,12 +188,15 @@ class KVTransfers:
             if block is None:
                 (block,) = group.pool.get_new_blocks(1)
                 held.append((group.pool, block))
-                key = block_key(request.block_hashes[position], group.index)
-                places.append(_Place(group, position, block, key))
+                places.append(_Place(group, position, block, self._key(request, group, position)))
         job_id = self._new_id()
+        self._loading.update((place.key, job_id) for place in places)
         self._jobs.loads[job_id] = _Load(held, request, places, origin, self._num_submitted)
         self._jobs.unfenced.append(job_id)
         return job_id
+
+    def _key(self, request: Request, group: FullAttentionGroup, position: int) -> BlockKey:
+        return block_key(request.block_hashes[position], group.index)
 
     def _find_end(self, request: Request, start: int, origin: RemoteOrigin | None) -> int:
         """Blocks of the longest prefix that can be had, given `start` of them in the pool."""
@@ -184,7 +209,7 @@ class KVTransfers:
                 known[place] = (
                     position < num_remote
                     or group.cached_block(request, position) is not None
-                    or self._transfer.has(block_key(request.block_hashes[position], group.index))
+                    or self._transfer.has(self._key(request, group, position))
                 )
             return known[place]
 
@@ -227,16 +252,13 @@ class KVTransfers:
             group.pool.touch(blocks)
             held += [(group.pool, block) for block in blocks]
             copies += [
-                BlockCopy(
-                    block_key(request.block_hashes[p], group.index), group.index, block.block_id
-                )
+                BlockCopy(self._key(request, group, p), group.index, block.block_id)
                 for p, block in found.items()
                 if block is not None
             ]
             block_ids.append([block.block_id for block in blocks])
         job_id = self._new_id()
-        if held:
-            self._jobs.holds[job_id] = HeldBlocks(held)
+        self._jobs.holds[job_id] = HeldBlocks(held)
         params = self._transfer.hold(job_id, request.request_id, copies)
         ids: Any = block_ids[0] if len(block_ids) == 1 else block_ids
         return {**params, "remote_block_ids": ids}
@@ -291,6 +313,7 @@ class KVTransfers:
         request = load.request
         loaded: dict[int, bool] = {}
         for place in load.places:
+            del self._loading[place.key]
             is_there = place.key in done.copied
             if is_there:
                 place.group.cache_block(request, place.position, place.block)

@@ -117,7 +117,7 @@ class Taker:
         monitor = socket.get_monitor_socket(_GONE)
         poller.register(socket, events)
         poller.register(monitor, zmq.POLLIN)
-        ready = dict(poller.poll(self._config.timeout_seconds * 1000))
+        ready = dict(poller.poll(int(self._config.timeout_seconds * 1000)))
         if socket in ready:
             return
         if monitor in ready:
