@@ -35,16 +35,16 @@ def test_a_step_that_hangs_is_found():
 
 def test_long_steps_are_progress(monkeypatch):
     """B035, B042."""
-    monkeypatch.setenv(STEP_SECONDS, "1.3")
+    monkeypatch.setenv(STEP_SECONDS, "2.2")
 
     async def main():
-        options = {"step_timeout": 3.0, "heartbeat_timeout": 1.0}
+        options = {"step_timeout": 30.0, "heartbeat_timeout": 2.0}
         async with serving(options=options, max_num_batched_tokens=16) as llm:
-            task = asyncio.create_task(collect(llm, prompt_of(1, 20), params(2)))
+            task = asyncio.create_task(collect(llm, prompt_of(1, 20), params(1)))
             while not task.done():
                 assert llm.is_healthy
                 await asyncio.sleep(0.02)
-            assert task.result().token_ids == expected_ids(prompt_of(1, 20), 2)
+            assert task.result().token_ids == expected_ids(prompt_of(1, 20), 1)
             assert (await llm.stats()).num_restarts == 0
 
     asyncio.run(main())
@@ -52,7 +52,7 @@ def test_long_steps_are_progress(monkeypatch):
 
 def test_a_frozen_core_is_unhealthy_then_replaced():
     async def main():
-        options = {"heartbeat_timeout": 0.8, "freeze_timeout": 2.0}
+        options = {"heartbeat_timeout": 0.8, "freeze_timeout": 3.0}
         async with serving(options=options) as llm:
             task = asyncio.create_task(collect(llm, prompt_of(1), params(300)))
             await asyncio.sleep(0.1)

@@ -132,7 +132,7 @@ class LiveServer(Client):
         """Run a coroutine in the server's loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
 
-    def wait_until(self, condition, seconds=5.0):
+    def wait_until(self, condition, seconds=60.0):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "not in time"

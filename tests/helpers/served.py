@@ -89,7 +89,7 @@ def prompt_of(number: int, length: int = 8) -> list[int]:
     ]
 
 
-async def until(condition: Callable[[], Any], timeout: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], timeout: float = 60.0) -> None:
     """Wait for a condition, plain or awaitable."""
     end = time.monotonic() + timeout
     while True:
@@ -102,7 +102,7 @@ async def until(condition: Callable[[], Any], timeout: float = 10.0) -> None:
         await asyncio.sleep(0.005)
 
 
-async def until_idle(llm: AsyncLLM, timeout: float = 5.0) -> None:
+async def until_idle(llm: AsyncLLM, timeout: float = 60.0) -> None:
     """Wait until neither the front end nor the core holds anything for anybody."""
 
     async def idle() -> bool:

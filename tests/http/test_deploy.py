@@ -147,7 +147,7 @@ def test_the_images_health_check(healthy):
                 "TOKENMILL_SERVE_PORT": str(server.port),
                 "http_proxy": "http://127.0.0.1:9",
             },
-            timeout=20,
+            timeout=120,
             check=False,
         )
         assert done.returncode == (0 if healthy else 1)

@@ -50,7 +50,8 @@ def test_b035_a_dead_or_frozen_engine_is_not_healthy():
 
 
 def test_while_draining_what_runs_may_finish_and_nothing_else_begins():
-    slow = FakeEngine(lambda prompt, params: Script(prompt, step_seconds=0.1))
+    drained = threading.Event()
+    slow = FakeEngine(lambda prompt, params: Script(prompt, gates={1: drained}))
     with LiveServer(slow) as server:
         replies = []
         thread = threading.Thread(target=lambda: replies.append(server.complete(stream=True)))
@@ -63,13 +64,15 @@ def test_while_draining_what_runs_may_finish_and_nothing_else_begins():
             assert refused.status == 503
             assert refused.headers["connection"] == "close"
             assert int(refused.headers["retry-after"]) >= 1
+        drained.set()
         thread.join()
         assert len(chunks_of(replies[0])) == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_that_are_ended_tell_their_clients(stream):
-    slow = FakeEngine(lambda prompt, params: Script([5] * 100, step_seconds=0.02))
+    never = threading.Event()
+    slow = FakeEngine(lambda prompt, params: Script([5] * 100, gates={1: never}))
     with LiveServer(slow) as server:
         replies = []
         thread = threading.Thread(

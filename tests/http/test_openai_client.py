@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import openai
 import pydantic
@@ -120,7 +121,8 @@ def test_b038_an_error_in_mid_stream_is_raised():
 
 
 def test_b085_the_client_comes_back_when_the_queue_has_room():
-    slow = FakeEngine(lambda p, s: Script([5], first_step_seconds=0.3), max_num_seqs=1)
+    refused = threading.Event()
+    slow = FakeEngine(lambda p, s: Script([5], gates={0: refused}), max_num_seqs=1)
     with LiveServer(slow, options=ServeOptions(max_queue=0)) as server:
 
         async def ask_two():
@@ -128,7 +130,12 @@ def test_b085_the_client_comes_back_when_the_queue_has_room():
                 base_url=f"{server.url}/v1", api_key="x", max_retries=3
             ) as client:
                 asks = [client.completions.create(model="", prompt="One") for _ in range(2)]
-                return await asyncio.gather(*asks)
+                answers = asyncio.gather(*asks)
+                async with asyncio.timeout(60):
+                    while not server.state.admission.num_refused:
+                        await asyncio.sleep(0.005)
+                refused.set()
+                return await answers
 
         assert len(asyncio.run(ask_two())) == 2
         assert server.state.admission.num_refused >= 1
@@ -149,7 +156,7 @@ def test_breaking_off_a_stream_ends_the_request():
             return None
 
         assert asyncio.run(first_chunk()) != ""
-        server.wait_until(lambda: not endless.running, seconds=2)
+        server.wait_until(lambda: not endless.running)
 
 
 def test_many_at_once(server):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 
 import pytest
 
 from helpers.fake_engine import FakeEngine, Script, tiny_tokenizer
-from helpers.live_server import LiveServer, chunks_of
+from helpers.live_server import LiveServer, chunks_of, parse_events
 from tokenmill.contracts.request import FinishReason
 
 UNICODE = "Größe 你好 😀🎉👨‍👩‍👧 Привет naïve"
@@ -184,17 +185,26 @@ def test_b038_a_failure_in_mid_stream_reaches_the_client():
 
 
 def test_b042_a_long_prefill_ends_no_stream():
-    slow = FakeEngine(lambda prompt, params: Script(prompt, first_step_seconds=0.5))
+    computed = threading.Event()
+    slow = FakeEngine(lambda prompt, params: Script(prompt, gates={0: computed}))
     with LiveServer(slow, stream_keep_alive=0.1) as server:
-        reply = server.complete(stream=True)
-        assert joined(chunks_of(reply))[0]["text"] == "One two three"
-        comments = [line for line in reply.body.decode().split("\n\n") if line.startswith(":")]
-        assert 2 <= len(comments) <= 5
-        assert reply.body.startswith(b":")  # the status does not wait for the first token
+        started = time.monotonic()
+        connection = server.open("/v1/completions", {"prompt": "One two three", "stream": True})
+        response = connection.getresponse()  # the status does not wait for the first token
+        for _ in range(3):
+            assert response.readline().startswith(b":")
+            assert response.readline() == b"\n"
+        computed.set()
+        rest = response.read()
+        connection.close()
+        assert joined([json.loads(event) for event in parse_events(rest)[:-1]])[0]["text"] == (
+            "One two three"
+        )
+        assert 3 + rest.count(b"\n:") <= (time.monotonic() - started) / 0.1 + 1
 
 
 def test_b042_a_limit_on_a_request_ends_in_an_error():
-    slow = FakeEngine(lambda prompt, params: Script(prompt * 9, step_seconds=0.05))
+    slow = FakeEngine(lambda prompt, params: Script(prompt * 9, step_seconds=600.0))
     with LiveServer(slow, request_timeout=0.3) as server:
         *chunks, error = chunks_of(server.complete(stream=True, max_tokens=100))
         assert chunks
@@ -207,16 +217,17 @@ def test_b042_a_limit_on_a_request_ends_in_an_error():
 
 
 def test_tokens_are_sent_when_they_come():
-    slow = FakeEngine(lambda prompt, params: Script(prompt, step_seconds=0.2))
+    gates = {number: threading.Event() for number in (1, 2)}
+    slow = FakeEngine(lambda prompt, params: Script(prompt, gates=gates))
     with LiveServer(slow) as server:
         connection = server.open("/v1/completions", {"prompt": "One two three", "stream": True})
         response = connection.getresponse()
-        started = time.monotonic()
-        first = response.readline()
-        assert json.loads(first.removeprefix(b"data: "))["choices"][0]["text"] == "One"
-        assert time.monotonic() - started < 0.15
-        response.read()
-        assert time.monotonic() - started > 0.3
+        for number, text in enumerate(["One", " two", " three"]):
+            if number:
+                gates[number].set()  # each is made only when the one before has been read
+            chunk = response.readline()
+            assert json.loads(chunk.removeprefix(b"data: "))["choices"][0]["text"] == text
+            assert response.readline() == b"\n"
         connection.close()
 
 

@@ -8,6 +8,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from helpers.chat_templates import CHATML, LLAMA_LIKE, MISTRAL_LIKE, TOOLS
+from helpers.timing import in_time
 from tokenmill.entrypoints.chat import templates
 from tokenmill.entrypoints.chat.templates import ChatTemplate, read_template
 from tokenmill.errors import ChatTemplateError, ConfigError
@@ -205,17 +206,20 @@ LOOP = "{% for a in range(9999) %}{% for b in range(9999) %}"
     ],
 )
 def test_b129_bombs_are_stopped(source):
-    started = time.process_time()
-    with pytest.raises(ChatTemplateError):
-        render(source)
-    assert time.process_time() - started < 3
+    def stopped():
+        with pytest.raises(ChatTemplateError):
+            render(source)
+
+    in_time(stopped, 3)
 
 
 def test_a_template_is_compiled_once():
-    started = time.process_time()
+    before = templates._compiled.cache_info()
     for _ in range(200):
         render(LLAMA_LIKE, tools=TOOLS, add_generation_prompt=True)
-    assert time.process_time() - started < 2
+    after = templates._compiled.cache_info()
+    assert after.misses - before.misses <= 1
+    assert after.hits - before.hits >= 199
 
 
 def test_the_engines_setting_may_be_a_path(tmp_path, monkeypatch):

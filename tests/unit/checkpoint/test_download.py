@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,8 +179,7 @@ def test_an_interrupted_fetch_leaves_nothing(index, tmp_path):
 
 
 def fetch_and_report(results):
-    start = time.monotonic()
-    results.put((download.fetch(tiny_alias()).read_bytes() == CONTENT, time.monotonic() - start))
+    results.put(download.fetch(tiny_alias()).read_bytes() == CONTENT)
 
 
 def test_two_processes_may_fetch_at_once(index, tmp_path):
@@ -191,7 +189,7 @@ def test_two_processes_may_fetch_at_once(index, tmp_path):
     processes = [context.Process(target=fetch_and_report, args=(results,)) for _ in range(2)]
     for process in processes:
         process.start()
-    assert [results.get(timeout=30)[0] for _ in processes] == [True, True]
+    assert [results.get(timeout=120) for _ in processes] == [True, True]
     for process in processes:
         process.join()
     assert visible_files(tmp_path) == ["models/tiny/1.0/tiny.gguf"]

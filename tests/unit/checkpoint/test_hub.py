@@ -107,7 +107,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(LARGE[begin:STALL_AFTER])
             self.wfile.flush()
             self.server.stalled.set()
-            self.server.may_end.wait(20)
+            self.server.may_end.wait(60)
         else:
             self.wfile.write(LARGE[begin:])
         self.close_connection = True
@@ -211,7 +211,7 @@ def test_weights_go_on_where_a_killed_process_stopped(tmp_path):
     digest = hashlib.sha256(LARGE).hexdigest()
     with hub() as server:
         process = start(server, tmp_path, "owner/large")
-        assert server.stalled.wait(20)
+        assert server.stalled.wait(60)
         wait_for_bytes(blobs / f"{digest}.partial", STALL_AFTER - (1 << 20))
         process.kill()
         process.communicate()
@@ -230,7 +230,7 @@ def test_weights_go_on_where_a_killed_process_stopped(tmp_path):
 
 
 def wait_for_bytes(path, num_bytes):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not path.is_file() or path.stat().st_size < num_bytes:
         assert time.monotonic() < deadline
         time.sleep(0.01)

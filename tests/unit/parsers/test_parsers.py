@@ -221,20 +221,21 @@ def test_b135_repeated_openers_take_linear_time(name, opener, by_character):
     def seconds(num_characters):
         text = (opener * (num_characters // len(opener) + 1))[:num_characters]
         pieces = list(text) if by_character else [text]
-        best = float("inf")
-        for _ in range(2):
-            parser = make_parser(name, reasoning="qwen3")
-            start = time.thread_time()
-            for piece in pieces:
-                parser.push(piece)
-            parser.finish()
-            best = min(best, time.thread_time() - start)
-        return best
+        parser = make_parser(name, reasoning="qwen3")
+        start = time.thread_time()
+        for piece in pieces:
+            parser.push(piece)
+        parser.finish()
+        return time.thread_time() - start
 
     num_characters = 20_000 if by_character else 50_000
-    short, long = seconds(num_characters), seconds(2 * num_characters)
-    assert short < 0.3  # a tenth of it if nothing else ran here
-    assert long < 3 * short + 0.05
+    # In pairs, the best of which counts, since the machine's speed moves; what is not linear is
+    # so in each of them.
+    for _ in range(10):
+        short, long = seconds(num_characters), seconds(2 * num_characters)
+        if short < 0.1 and long < 3 * short + 0.01:
+            return
+    raise AssertionError(f"{num_characters} in {short} s, twice as many in {long} s")
 
 
 def test_b135_deep_nesting_is_a_broken_call_not_an_error():

@@ -50,7 +50,7 @@ def test_what_is_compiled_is_kept():
     backend = SlowBackend()
     compiler = compiler_of(backend)
     jobs = [submit(compiler, source) for source in ("a", "b", "a", "a", "b")]
-    assert all(job.wait(10) for job in jobs)
+    assert all(job.wait(60) for job in jobs)
     assert [job.result() for job in jobs][:2] == ["grammar of a", "grammar of b"]
     assert sorted(backend.compiled) == ["a", "b"]
 
@@ -60,7 +60,7 @@ def test_options_make_another_grammar():
     compiler = compiler_of(backend)
     for more in ({}, {"disable_any_whitespace": True}, {"whitespace_pattern": " "}):
         params = StructuredOutputsParams(json={}, **more)
-        compiler.submit(lambda backend, p=params: compiler.compile(backend, p)).wait(10)
+        compiler.submit(lambda backend, p=params: compiler.compile(backend, p)).wait(60)
     assert len(backend.compiled) == 3
 
 
@@ -68,7 +68,7 @@ def test_only_so_many_are_kept():
     backend = SlowBackend()
     compiler = compiler_of(backend)
     for number in [*range(130), 0]:
-        assert submit(compiler, f"a{number}").wait(10)
+        assert submit(compiler, f"a{number}").wait(60)
     assert backend.compiled.count("a0") == 2
 
 
@@ -77,10 +77,10 @@ def test_a_slow_one_does_not_hold_up_the_next():
     backend.gates["slow"] = threading.Event()
     compiler = compiler_of(backend)
     slow, quick = submit(compiler, "slow"), submit(compiler, "quick")
-    assert quick.wait(10)
+    assert quick.wait(60)
     assert not slow.is_done
     backend.gates["slow"].set()
-    assert slow.wait(10)
+    assert slow.wait(60)
 
 
 def test_an_overdue_job_is_given_up_and_another_thread_takes_its_place():
@@ -95,24 +95,24 @@ def test_an_overdue_job_is_given_up_and_another_thread_takes_its_place():
         while not job.wait(0.005):
             for each in slow:
                 compiler.give_up_if_overdue(each)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 60
         with pytest.raises(InvalidRequestError, match=r"takes longer than 0\.05 s"):
             job.result()
-    assert submit(compiler, "quick").wait(10)
+    assert submit(compiler, "quick").wait(60)
     for gate in backend.gates.values():
         gate.set()
     # What ends late is told to nobody, and its thread is not counted twice.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while compiler._num_lost and time.monotonic() < deadline:
         time.sleep(0.01)
     assert compiler._num_lost == 0
-    assert all(submit(compiler, f"again{i}").wait(10) for i in range(4))
+    assert all(submit(compiler, f"again{i}").wait(60) for i in range(4))
 
 
 def test_whatever_a_backend_raises_is_one_requests_problem(caplog):
     compiler = compiler_of(SlowBackend())
     bad, broken, good = (submit(compiler, source) for source in ("bad", "broken", "good"))
-    assert all(job.wait(10) for job in (bad, broken, good))
+    assert all(job.wait(60) for job in (bad, broken, good))
     with pytest.raises(InvalidRequestError, match=r"^no$"):
         bad.result()
     with pytest.raises(InvalidRequestError, match="ZeroDivisionError"):
@@ -127,7 +127,7 @@ def test_a_backend_that_cannot_be_built_is_told_to_each():
     compiler = GrammarCompiler(make, timeout=1)
     for _ in range(2):
         job = submit(compiler, "a")
-        assert job.wait(10)
+        assert job.wait(60)
         with pytest.raises(InvalidRequestError, match="no library") as caught:
             job.result()
         assert caught.value.parameter == "structured_outputs"
@@ -136,11 +136,11 @@ def test_a_backend_that_cannot_be_built_is_told_to_each():
 def test_threads_end_with_the_compiler():
     before = threading.active_count()
     compiler = compiler_of(SlowBackend())
-    assert all(job.wait(10) for job in [submit(compiler, "a"), submit(compiler, "b")])
+    assert all(job.wait(60) for job in [submit(compiler, "a"), submit(compiler, "b")])
     assert threading.active_count() > before
     compiler.shutdown()
     compiler.shutdown()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= before

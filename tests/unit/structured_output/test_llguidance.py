@@ -23,6 +23,7 @@ from helpers.grammar_walk import (
     walk_tokenizer,
 )
 from helpers.schemas import all_cases, load, validator
+from helpers.timing import in_time
 from helpers.tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 from tokenmill.errors import InvalidRequestError
 from tokenmill.structured_output.compiler import GrammarCompiler
@@ -185,9 +186,7 @@ def test_b071_a_choice_is_exactly_one_of_them():
 
 def test_b071_five_thousand_choices():
     choices = [f"choice number {i}" for i in range(5000)]
-    began = time.perf_counter()
-    found = texts(form(choice=choices), 20)
-    assert time.perf_counter() - began < 10
+    found = in_time(lambda: texts(form(choice=choices), 20), 10, num_tries=2)
     assert len(found) == 20
     assert set(found) <= set(choices)
 
@@ -416,10 +415,12 @@ MALFORMED = [
 
 @pytest.mark.parametrize("params", MALFORMED, ids=lambda p: f"{p.kind} {p.source[:30]}")
 def test_what_is_malformed_is_refused_at_once(params):
-    began = time.perf_counter()
-    with pytest.raises(InvalidRequestError) as caught:
-        llguidance_backend().compile(params)
-    assert time.perf_counter() - began < 2
+    def refused():
+        with pytest.raises(InvalidRequestError) as caught:
+            llguidance_backend().compile(params)
+        return caught
+
+    caught = in_time(refused, 2)
     assert caught.value.parameter == f"structured_outputs.{params.kind}"
     assert len(str(caught.value)) < 700
 
@@ -458,11 +459,14 @@ COMPILER = GrammarCompiler(llguidance_backend, timeout=1.5)
 def test_wild_forms_are_compiled_or_refused_in_time(name):
     """And what is compiled gives masks, or an error of its own, within a bound as well."""
     llguidance_backend()
-    job = COMPILER.submit(lambda backend: begin(WILD[name], backend))
-    began = time.perf_counter()
-    while not job.wait(0.01):
-        COMPILER.give_up_if_overdue(job)
-    assert time.perf_counter() - began < 2
+
+    def compiled():
+        job = COMPILER.submit(lambda backend: begin(WILD[name], backend))
+        while not job.wait(0.01):
+            COMPILER.give_up_if_overdue(job)
+        return job
+
+    job = in_time(compiled, 2, clock=time.monotonic)
     try:
         grammar = job.result()
     except InvalidRequestError:
@@ -471,9 +475,9 @@ def test_wild_forms_are_compiled_or_refused_in_time(name):
     num_words = -(-walk_tokenizer().vocab_size // 32)
     for _ in range(30):
         bitmask = np.zeros((1, num_words), np.int32)
-        began = time.perf_counter()
+        began = time.thread_time()
         llguidance_backend().fill_bitmasks([grammar.matcher], bitmask)
-        assert time.perf_counter() - began < 1
+        assert time.thread_time() - began < 1
         if grammar.matcher.error() or grammar.is_terminated:
             return
         choices = [i for i in allowed(grammar) if i != EOS]
@@ -494,7 +498,8 @@ def test_wild_forms_are_compiled_or_refused_in_time(name):
     ],
 )
 def test_b065_deep_nesting_is_refused_before_anything_reads_it(kind, text):
-    began = time.perf_counter()
-    with pytest.raises(InvalidRequestError):
-        StructuredOutputsParams(**{kind: text})
-    assert time.perf_counter() - began < 2
+    def refused():
+        with pytest.raises(InvalidRequestError):
+            StructuredOutputsParams(**{kind: text})
+
+    in_time(refused, 2)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -186,23 +184,25 @@ def test_lone_surrogates_are_refused():
 def test_b095_other_threads_run_while_a_long_text_is_encoded():
     tokenizer = byte_level_tokenizer()
     text = "ab cd " * 100_000
-    began, ended, ticks = threading.Event(), threading.Event(), []
+    ended, num_ticks = threading.Event(), 0
 
     def tick():
-        while not ended.is_set():
-            ticks.append(time.monotonic())
-            began.set()
-            time.sleep(0.001)
+        nonlocal num_ticks
+        while not ended.wait(0.001):
+            num_ticks += 1
+
+    def ticks_meanwhile():
+        before = num_ticks
+        tokenizer.encode(text)
+        return num_ticks - before
 
     thread = threading.Thread(target=tick)
     thread.start()
-    began.wait()
-    start = time.monotonic()
-    tokenizer.encode(text)
-    seconds = time.monotonic() - start
+    # Whoever holds the interpreter lets none pass, or one at each end; a few tries, since the
+    # thread may get no processor for a while.
+    assert any(ticks_meanwhile() > 5 for _ in range(20))
     ended.set()
     thread.join()
-    assert max(b - a for a, b in itertools.pairwise([*ticks, time.monotonic()])) < seconds / 2
 
 
 def test_b093_many_threads_share_one_tokenizer():
