@@ -214,6 +214,21 @@ def test_a_preempted_request_finds_its_blocks_again() -> None:
     assert transfer.num_saved > 0
 
 
+def test_a_preempted_request_looks_outside_again() -> None:
+    core, transfer = make()
+    core.add_request(request := ask(max_tokens=9))
+    collector = Collector()
+    for _ in range(5):
+        collector.add(core.step().outputs)
+    assert transfer.num_loaded == 0
+    assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    while core.has_requests():
+        collector.add(core.step().outputs)
+    assert transfer.num_loaded == 7, "six blocks of the prompt, and one of the output"
+    expected = generate_alone(request, core.scheduler, endless)
+    assert collector.requests[request.request_id].token_ids == expected.token_ids
+
+
 def test_failed_saves_are_not_repeated_for_ever() -> None:
     class Full(FakeTransfer):
         def _end_save(self, job):
