@@ -449,3 +449,84 @@ def test_what_concerns_all_goes_to_all():
             paths = [head.split(b" ")[1] for head, _ in backend.requests]
             assert b"/reset_prefix_cache" in paths
             assert b"/v1/load_lora_adapter" in paths
+
+
+# ---- one computes the prompt, another one goes on -----------------------------------------------
+
+HELD = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_port": 9}
+
+
+def prefills(head, body, writer):
+    writer.write(answer(json.dumps({"choices": [], "kv_transfer_params": HELD}).encode()))
+
+
+def pair(prefill, decode, **args):
+    return LiveRouter(prefill=[prefill.url], decode=[decode.url], **args)
+
+
+def test_a_prompt_is_computed_by_one_backend_and_answered_by_another():
+    with (
+        RawBackend(prefills) as first,
+        RawBackend(named("decode")) as second,
+        pair(first, second) as router,
+    ):
+        fields = {
+            "model": "m", "prompt": "a", "max_tokens": 50, "min_tokens": 9, "n": 2, "stream": True,
+            "stream_options": {"include_usage": True}, "temperature": 0.5,
+        }  # fmt: skip
+        assert who(router.post("/v1/completions", fields)) == "decode"
+        asked, answered = json.loads(first.requests[0][1]), json.loads(second.requests[0][1])
+        assert asked == {
+            "model": "m", "prompt": "a", "max_tokens": 1, "n": 1, "stream": False,
+            "temperature": 0.5,
+            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+        }  # fmt: skip
+        assert answered == {**fields, "kv_transfer_params": HELD}
+        ids = [header(each.requests[0][0], b"x-request-id") for each in (first, second)]
+        assert ids[0] == ids[1]
+        router.post("/v1/chat/completions", {"messages": [], "max_completion_tokens": 9})
+        asked = json.loads(first.requests[1][1])
+        assert asked["max_completion_tokens"] == 1
+        assert "max_tokens" not in asked
+        for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/completions", b"[]")):
+            who(router.post(path, body))
+        assert len(first.requests) == 2
+        assert json.loads(second.requests[-2][1]) == {"input": "a"}
+        assert router.get("/ready").status == 200
+        second.is_well = False
+        router.wait_until(lambda: router.get("/ready").status == 503)
+
+
+def test_without_a_prefill_backend_the_other_one_computes_prompts_as_well():
+    def failed(head, body, writer):
+        writer.write(answer(b"{}", status=500))
+
+    def silent(head, body, writer):
+        writer.write(answer(b'{"choices": []}'))
+
+    with (
+        RawBackend(failed) as first,
+        RawBackend(named("decode")) as second,
+        pair(first, second) as router,
+    ):
+        for first.behave in (failed, silent, busy, dead, unready):
+            assert who(router.post("/v1/completions", {"prompt": "a"})) == "decode"
+            assert json.loads(second.requests[-1][1]) == {"prompt": "a"}
+        # A connection that was kept and ends is no reason: the request was sent once more.
+        assert len(first.requests) == 5 + 1
+        first.stop()
+        assert who(router.post("/v1/completions", {"prompt": "a"})) == "decode"
+
+
+def test_what_a_prefill_backend_has_against_a_request_is_the_answer():
+    def refuses(head, body, writer):
+        writer.write(answer(b'{"error": {"message": "no"}}', status=400))
+
+    with (
+        RawBackend(refuses) as first,
+        RawBackend(named("decode")) as second,
+        pair(first, second) as router,
+    ):
+        reply = router.post("/v1/completions", {"prompt": "a"})
+        assert (reply.status, reply.error["message"]) == (400, "no")
+        assert second.requests == []

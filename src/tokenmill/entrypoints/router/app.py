@@ -32,6 +32,7 @@ from tokenmill.entrypoints.http.record import (
 )
 from tokenmill.entrypoints.router import own_paths
 from tokenmill.entrypoints.router.broadcast import BROADCAST, broadcast
+from tokenmill.entrypoints.router.disaggregation import run_pair
 from tokenmill.entrypoints.router.exchange import Exchange, Inbound
 from tokenmill.entrypoints.router.routing_keys import read_keys
 from tokenmill.entrypoints.router.state import NoBackendError, RouterState
@@ -139,6 +140,11 @@ class _Client:
     async def _routed(self, inbound: Inbound) -> None:
         if self._path in BROADCAST:
             await broadcast(self._state, self._record, inbound, self._send)
+            return
+        if self._state.args.prefill:
+            self._exchange = await run_pair(
+                self._state, self._record, inbound, self._send, self._path
+            )
             return
         self._exchange = Exchange(self._state, self._record, inbound, self._send)
         await self._exchange.run()

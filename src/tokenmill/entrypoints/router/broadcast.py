@@ -12,7 +12,7 @@ from tokenmill.entrypoints.router.checks import look
 from tokenmill.entrypoints.router.exchange import (
     Inbound,
     WholeAnswer,
-    start_message,
+    send_whole,
     upstream_headers,
 )
 from tokenmill.entrypoints.router.state import RouterState
@@ -40,8 +40,7 @@ async def broadcast(
             state.picker.forget(backend)
     else:  # the lists of models have changed
         await asyncio.gather(*(look(each, state.args, ask_models=True) for each in able))
-    await send(start_message(reply.status, reply.headers))
-    await send({"type": "http.response.body", "body": reply.body})
+    await send_whole(send, reply)
 
 
 async def _ask(

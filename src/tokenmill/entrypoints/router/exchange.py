@@ -76,8 +76,7 @@ class Exchange:
         """
         refusal = await self.ask(role, self._pass_on)
         if refusal is not None:
-            await self._send(start_message(refusal.status, refusal.headers))
-            await self._send({"type": "http.response.body", "body": refusal.body})
+            await send_whole(self._send, refusal)
 
     async def ask(self, role: Role, take: Take) -> WholeAnswer | None:
         """Have `take` handle the answer of the first backend that does not refuse for reasons of
@@ -163,6 +162,12 @@ def start_message(status: int, headers: Headers) -> Message:
     dropped = _dropped(headers)
     kept = [(name, value) for name, value in headers if name not in dropped]
     return {"type": "http.response.start", "status": status, "headers": kept}
+
+
+async def send_whole(send: Send, answer: WholeAnswer) -> None:
+    """A backend's answer to the client, in one piece."""
+    await send(start_message(answer.status, answer.headers))
+    await send({"type": "http.response.body", "body": answer.body})
 
 
 def upstream_headers(

@@ -289,14 +289,16 @@ class Upstream:
         if body or method not in (b"GET", b"DELETE"):
             head.append(b"content-length: %d\r\n" % len(body))
         data = b"".join([*head, b"\r\n", body])
+        kept = self._take_idle()
         while True:
-            connection = self._take_idle() or await self._connect()
+            connection = kept or await self._connect()
             try:
                 connection.send(data)
                 await _in_time(connection.head(), timeout)
             except DroppedError:
-                if not connection.has_served:
+                if kept is None:
                     raise
+                kept = None  # it was closed before it had this; a new one is not
                 continue
             except BaseException:
                 connection.abort()
