@@ -66,6 +66,8 @@ class _Load(HeldBlocks):
 
     request: Request
     places: list[_Place]
+    blocks: range
+    """Of the request's sequence: what the pool lacks of the prefix."""
     origin: RemoteOrigin | None
     fence: int
     """Steps that must have settled before a block may be written."""
@@ -168,13 +170,15 @@ class KVTransfers:
         if visit.job_id is not None:
             visit.looks_again = True
         else:
-            visit.job_id = self._take_blocks(request, wanted, origin)
+            gained = range(computed.num_blocks, end)
+            visit.job_id = self._take_blocks(request, wanted, gained, origin)
         return visit
 
     def _take_blocks(
         self,
         request: Request,
         wanted: Sequence[tuple[FullAttentionGroup, int, KVCacheBlock | None]],
+        gained: range,
         origin: RemoteOrigin | None,
     ) -> int:
         """Hold the blocks of a prefix that the pool has, and others for those that it lacks."""
@@ -191,7 +195,7 @@ class KVTransfers:
                 places.append(_Place(group, position, block, self._key(request, group, position)))
         job_id = self._new_id()
         self._loading.update((place.key, job_id) for place in places)
-        self._jobs.loads[job_id] = _Load(held, request, places, origin, self._num_submitted)
+        self._jobs.loads[job_id] = _Load(held, request, places, gained, origin, self._num_submitted)
         self._jobs.unfenced.append(job_id)
         return job_id
 
@@ -311,18 +315,17 @@ class KVTransfers:
     def _settle_load(self, load: _Load, done: Transferred) -> None:
         """Cache what has come; the request's tokens are the same whether or not it still lives."""
         request = load.request
-        loaded: dict[int, bool] = {}
+        end = load.blocks.stop
         for place in load.places:
             del self._loading[place.key]
-            is_there = place.key in done.copied
-            if is_there:
+            if place.key in done.copied:
                 place.group.cache_block(request, place.position, place.block)
-            loaded[place.position] = is_there and loaded.get(place.position, True)
-        num_blocks = sum(loaded.values())
-        self._counts.hits += num_blocks * self._block_size
-        request.num_external_tokens = num_blocks * self._block_size
+            else:
+                end = min(end, place.position)
+        request.num_external_tokens = max(end - load.blocks.start, 0) * self._block_size
+        self._counts.hits += request.num_external_tokens
         load.free()
-        if self._transfer.fails_requests and num_blocks < len(loaded) and not request.is_finished:
+        if self._transfer.fails_requests and end < load.blocks.stop and not request.is_finished:
             why = done.error or "blocks were not there any more"
             self._failures.append(
                 (request.request_id, f"The KV of the prompt could not be loaded: {why}")
