@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.route_args import RouteArgs
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.entrypoints.bench.load_options import LoadOptions
@@ -61,6 +62,13 @@ RECOVERY_HEAD = """
 
 """
 
+ROUTER_HEAD = """
+## Router
+
+Flags of `tokenmill route`, which may come from the environment (`TOKENMILL_ROUTE_PORT`) or a file as well; see [several engines](data-parallel.md).
+
+"""
+
 ENVIRONMENT_HEAD = """
 ## Environment
 
@@ -107,6 +115,7 @@ def render() -> str:
     engine = {
         field.name: getattr(EngineArgs(), field.name) for field in dataclasses.fields(EngineArgs)
     }
+    router = {field.name: field.default for field in dataclasses.fields(RouteArgs)}
     sampling = msgspec.structs.asdict(SamplingParams())
     sampling["output_kind"] = sampling["output_kind"].name
     return (
@@ -119,6 +128,8 @@ def render() -> str:
         + table(field_docs(ServeArgs), dataclasses.asdict(ServeArgs()), ())
         + RECOVERY_HEAD
         + table(field_docs(ServeOptions), dataclasses.asdict(ServeOptions()), ())
+        + ROUTER_HEAD
+        + table(field_docs(RouteArgs), router, ())
         + environment()
     )
 
