@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "tokenmill"
 
 LAYERS: list[set[str]] = [
     {"entrypoints"},
+    {"simulate"},
     {"engine"},
     {"core", "executor"},
     {"worker"},
@@ -44,6 +46,7 @@ WITHOUT_TORCH = [
     "tokenizer",
     "checkpoint",
     "observe",
+    "simulate",
 ]
 """Packages that load no torch when they are imported."""
 
@@ -92,6 +95,20 @@ def test_imports_point_down(path: Path) -> None:
         if other not in (package, "__version__") and DEPTH[other] <= DEPTH[package]
     ]
     assert not wrong
+
+
+SIMULATED = {"core", "contracts", "config", "observe", "sampling_params", "errors"}
+"""What a simulation is made of, besides the rule by which an engine with several cores sends
+requests to them."""
+
+
+def test_a_simulation_knows_the_scheduler_and_no_engine() -> None:
+    for path in (SOURCE / "simulate").glob("*.py"):
+        text = path.read_text()
+        used = {other for _, other in imported_packages(path)} - {"simulate"}
+        rule = re.findall(r"^from tokenmill\.engine\.(\w+)", text, re.MULTILINE)
+        assert set(rule) <= {"prefix_index", "prefix_placement"}
+        assert used - {"engine"} <= SIMULATED, path.name
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SOURCE)))

@@ -12,6 +12,7 @@ from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config.engine_config import EngineConfig, ModelConfig
 from tokenmill.config.speculation import DraftModel
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
+from tokenmill.contracts.kv_groups import group_layers
 from tokenmill.errors import ConfigError
 from tokenmill.features.spec.draft_model import DraftLimits
 from tokenmill.layers.kernels import layer_kernels, uses_native_kernels
@@ -24,7 +25,6 @@ from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.graphs.cpu import record
 from tokenmill.worker.graphs.decode import record_decode_steps
 from tokenmill.worker.graphs.forward import checked
-from tokenmill.worker.kv_groups import group_layers
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
 

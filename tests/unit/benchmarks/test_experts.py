@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.entrypoints.bench.cost import EXPERTS
+from tokenmill.simulate.cost import EXPERTS
 from tokenmill.models.loader import tensor_shapes
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "experts.py"))

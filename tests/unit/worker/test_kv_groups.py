@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
-from tokenmill.worker.kv_groups import group_layers
+from tokenmill.contracts.kv_groups import group_layers
 
 
 def specs(windows, head_sizes=None):

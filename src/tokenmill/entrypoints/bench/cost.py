@@ -8,17 +8,11 @@ likely to choose, if all are chosen alike. Two operations are a multiplication a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 
 from tokenmill.config.memory import Weights
 from tokenmill.layers.attention import Attention
-from tokenmill.models.loader import HEAD
-
-EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight")
-"""What families call it."""
-EXPERTS = ".experts."
-"""In the names of the tensors of experts that are chosen."""
+from tokenmill.simulate.cost import WeightSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +107,19 @@ def model_cost(
 
     The embedding counts as the head where there is no other; `chosen_share` is `ExpertCost`'s.
     """
-    embedding = next(name for name in EMBEDDINGS if name in weights.shapes)
-    head = HEAD if HEAD in weights.shapes else embedding
-    others = [
-        name
-        for name, shape in weights.shapes.items()
-        if len(shape) > 1 and name not in (head, embedding)
-    ]
-    experts = _part(weights, [name for name in others if EXPERTS in name])
-    dense = _part(weights, [name for name in others if EXPERTS not in name])
+    sizes = WeightSizes.of(weights)
     return ModelCost(
-        layer_bytes=dense.num_bytes,
-        layer_values=dense.num_values,
-        head_bytes=_part(weights, [head]).num_bytes,
-        head_values=prod(weights.shapes[head]),
+        layer_bytes=sizes.layer_bytes,
+        layer_values=sizes.layer_values,
+        head_bytes=sizes.head_bytes,
+        head_values=sizes.head_values,
         attention=tuple(
             AttentionCost(layer.num_heads, layer.head_size, kv_bytes[name], layer.sliding_window)
             for name, layer in layers.items()
         ),
-        in_blocks=_part(weights, others).num_bytes < 1.5 * _part(weights, others).num_values,
-        experts=ExpertCost(experts.num_bytes, experts.num_values, chosen_share),
+        in_blocks=sizes.in_blocks,
+        experts=ExpertCost(sizes.expert_bytes, sizes.expert_values, chosen_share),
     )
-
-
-def _part(weights: Weights, names: Sequence[str]) -> Weights:
-    return replace(weights, shapes={name: weights.shapes[name] for name in names})
 
 
 def _sum_of_lengths(first: int, last: int, window: int) -> int:

@@ -16,6 +16,7 @@ from tokenmill.entrypoints.bench.http_stream import HttpFailureError, Target, ev
 from tokenmill.entrypoints.bench.load_options import LoadOptions
 from tokenmill.entrypoints.bench.load_prompts import CHARS_PER_TOKEN, LoadPrompt, load_prompts
 from tokenmill.errors import ConfigError, GenerationError
+from tokenmill.observe.spread import Spread, spread
 
 _SAMPLE = 64
 """Answers whose tokens are counted to learn how many characters a token has."""
@@ -77,15 +78,6 @@ class Outcome:
     def keeps(self, goals: Mapping[str, float]) -> bool:
         """Whether it meets the limits, which are in milliseconds."""
         return all(1e3 * getattr(self, name) <= limit for name, limit in goals.items())
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Milliseconds."""
-
-    mean: float
-    percentiles: dict[str, float]
-    """`p50`, ... to value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,20 +258,6 @@ def report_of(
         share_good=num_good / len(outcomes) if goals else None,
         errors=errors[:_MAX_ERRORS],
     )
-
-
-def spread(seconds: Sequence[float], percents: Sequence[float]) -> Spread:
-    """Mean and percentiles, linear between neighbours; 0 of nothing."""
-    ordered = sorted(1e3 * each for each in seconds) or [0.0]
-
-    def at(percent: float) -> float:
-        place = percent / 100 * (len(ordered) - 1)
-        low = math.floor(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    mean = sum(ordered) / len(ordered)
-    return Spread(mean, {f"p{percent:g}": at(percent) for percent in percents})
 
 
 async def _first_model(target: Target) -> str:

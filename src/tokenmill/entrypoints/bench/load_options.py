@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
+from tokenmill.config.goals import parse_goals, parse_percentiles
 from tokenmill.config.parameters import at_least
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
 ENDPOINTS = ("completions", "chat")
-GOALS = ("ttft", "tpot", "e2el")
-"""Figures of a request that `goodput` may bound: milliseconds to the first token, for each token
-after it, and in all.
-"""
 _COUNTS = {"num_prompts": 1, "input_len": 1, "output_len": 1, "num_warmup": 0}
 
 
@@ -81,31 +77,8 @@ class LoadOptions:
 
     def goals(self) -> Mapping[str, float]:
         """Figure to its limit in milliseconds."""
-        goals: dict[str, float] = {}
-        for part in (self.goodput or "").split(","):
-            name, _, limit = part.partition(":")
-            if not part.strip():
-                continue
-            try:
-                goals[name.strip()] = float(limit)
-            except ValueError:
-                goals[name.strip()] = math.nan
-            if name.strip() not in GOALS or not goals[name.strip()] > 0:
-                raise ConfigError(
-                    f"goodput={shown(self.goodput)} must name limits in milliseconds:"
-                    f" {','.join(f'{goal}:500' for goal in GOALS)}."
-                )
-        return MappingProxyType(goals)
+        return parse_goals(self.goodput)
 
     def percents(self) -> list[float]:
         """The percentiles to show."""
-        try:
-            percents = [float(part) for part in self.percentiles.split(",")]
-        except ValueError:
-            percents = []
-        if not percents or not all(0 <= percent <= 100 for percent in percents):
-            raise ConfigError(
-                f"percentiles={shown(self.percentiles)} must be numbers from 0 to 100 with commas:"
-                f" 50,99."
-            )
-        return percents
+        return parse_percentiles(self.percentiles)

@@ -51,10 +51,25 @@ def load_prompts(options: LoadOptions, chars_per_token: float) -> list[LoadPromp
         ]
     turns = list(_first_turns(Path(options.sharegpt)))
     if not turns:
-        raise ConfigError(f"sharegpt={options.sharegpt}: holds no conversation of two short turns.")
+        raise _no_turns(Path(options.sharegpt))
     draw.shuffle(turns)
     chosen = [turns[number % len(turns)] for number in range(options.num_prompts)]
     return [LoadPrompt(text, _output_len(answer, chars_per_token)) for text, answer in chosen]
+
+
+def answered_lengths(path: Path, chars_per_token: float) -> list[tuple[int, int]]:
+    """Tokens of the first turns in a ShareGPT file, and of their answers. Raises `ConfigError`."""
+    lengths = [
+        (max(round(len(text) / chars_per_token), 1), _output_len(answer, chars_per_token))
+        for text, answer in _first_turns(path)
+    ]
+    if not lengths:
+        raise _no_turns(path)
+    return lengths
+
+
+def _no_turns(path: Path) -> ConfigError:
+    return ConfigError(f"sharegpt={path}: holds no conversation of two short turns.")
 
 
 def _output_len(answer: str, chars_per_token: float) -> int:

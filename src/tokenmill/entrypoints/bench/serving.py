@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,13 +14,16 @@ from tokenmill.config.device import keeps_blocks
 from tokenmill.config.memory import Weights
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheSpec
 from tokenmill.engine.build import open_model
-from tokenmill.entrypoints.bench.cost import EXPERTS, Cost, ModelCost, model_cost
+from tokenmill.entrypoints.bench.cost import Cost, ModelCost, model_cost
 from tokenmill.entrypoints.bench.limits import Limits, Peak, limits_of
 from tokenmill.entrypoints.bench.options import LatencyOptions, ThroughputOptions
 from tokenmill.entrypoints.bench.profile import KernelShare, StageReport, kernels_of, profile_of
 from tokenmill.entrypoints.bench.recorder import CORE_STEP, EngineParts, StepRecord, StepRecorder
 from tokenmill.models.mixtral import expert_counts
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
+from tokenmill.simulate.cost import EXPERTS
+from tokenmill.simulate.fitting import write_step_times
+from tokenmill.simulate.work import StepTime, WorkCounter
 
 if TYPE_CHECKING:
     from tokenmill.config.engine_args import EngineArgs
@@ -117,19 +121,34 @@ class ServingReport:
 
 
 def measure_latency(
-    llm: LLM, weights: Weights, options: LatencyOptions, *, profile: bool
+    llm: LLM,
+    weights: Weights,
+    options: LatencyOptions,
+    *,
+    profile: bool,
+    step_times: Path | None = None,
 ) -> ServingReport:
-    """One batch, again and again. Raises `InvalidRequestError` if it does not fit the context."""
+    """One batch, again and again; the steps that count are written to a file `step_times`.
+
+    Raises `InvalidRequestError` if it does not fit the context.
+    """
     counts = [options.batch_size] * options.num_iters_warmup
-    return _measure(llm, weights, counts, options.batch_size, options, profile=profile)
+    count = options.batch_size
+    return _measure(llm, weights, counts, count, options, profile=profile, step_times=step_times)
 
 
 def measure_throughput(
-    llm: LLM, weights: Weights, options: ThroughputOptions, *, profile: bool
+    llm: LLM,
+    weights: Weights,
+    options: ThroughputOptions,
+    *,
+    profile: bool,
+    step_times: Path | None = None,
 ) -> ServingReport:
-    """Many requests. Raises `InvalidRequestError` if one does not fit the context."""
+    """Many requests; otherwise likewise."""
     counts = [max(options.num_prompts // 8, 1)] * options.num_iters_warmup
-    return _measure(llm, weights, counts, options.num_prompts, options, profile=profile)
+    count = options.num_prompts
+    return _measure(llm, weights, counts, count, options, profile=profile, step_times=step_times)
 
 
 def _measure(
@@ -140,6 +159,7 @@ def _measure(
     options: LatencyOptions | ThroughputOptions,
     *,
     profile: bool,
+    step_times: Path | None,
 ) -> ServingReport:
     for warmup_count in warmup_counts:
         run_requests(llm, warmup_count, options.input_len, options.output_len)
@@ -147,6 +167,9 @@ def _measure(
         run_requests(llm, count, options.input_len, options.output_len, profile=profile)
         for _ in range(options.num_iters)
     ]
+    if step_times is not None:
+        steps = [step for run in runs for step in run.steps]
+        write_step_times(step_times, step_times_of(llm, steps))
     config = llm.llm_engine.config
     cost, limits = cost_of(llm, weights), limits_of(config.device, config.model.dtype)
     peak = limits.peak(blocks=cost.in_blocks)
@@ -234,6 +257,25 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> l
     """Token ids, the same for the same arguments."""
     draw = random.Random(seed)
     return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def step_times_of(llm: LLM, steps: Sequence[StepRecord]) -> list[StepTime]:
+    """What `tokenmill simulate` learns from."""
+    counter = WorkCounter(EngineParts.of(llm).worker.kv_cache_config)
+    times = []
+    for step in steps:
+        counts = [counter.of_request(work.num_tokens, work.seq_len) for work in step.work]
+        times.append(
+            StepTime(
+                num_requests=len(step.work),
+                num_tokens=step.num_tokens,
+                num_logits=sum(work.num_logits for work in step.work),
+                num_keys=sum(num_keys for num_keys, _ in counts),
+                num_scores=sum(num_scores for _, num_scores in counts),
+                seconds=step.seconds,
+            )
+        )
+    return times
 
 
 def phases_of(steps: Sequence[StepRecord]) -> dict[str, list[StepRecord]]:

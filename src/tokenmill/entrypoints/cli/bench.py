@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -33,6 +34,9 @@ JSON = Parameter(negative=(), help="One JSON object on stdout in place of the ta
 PROFILE = Parameter(negative=(), help="Show what the stages of a step take, too.")
 Json = Annotated[bool, JSON]
 Profile = Annotated[bool, PROFILE]
+StepTimes = Annotated[
+    Path | None, Parameter(help="A file for the work and the time of each step: JSON lines.")
+]
 OPTIONS = Parameter(name="*", group=Group("Measurement", sort_key=1))
 
 if TYPE_CHECKING:  # classes that are made at run time are no types to a checker
@@ -73,6 +77,7 @@ def latency(
     *,
     options: Annotated[LatencyFlags, OPTIONS] = LATENCY_DEFAULTS,
     profile: Profile = False,
+    step_times: StepTimes = None,
     json: Json = False,
     quiet: Quiet = False,
     engine: Annotated[EngineFlags, ENGINE] = ENGINE_DEFAULTS,
@@ -84,7 +89,7 @@ def latency(
         from tokenmill.entrypoints.bench.serving import held_weights, measure_latency
 
         weights = held_weights(_engine_args(engine), llm.llm_engine.config)
-        report = measure_latency(llm, weights, checked, profile=profile)
+        report = measure_latency(llm, weights, checked, profile=profile, step_times=step_times)
         _show_serving("latency", llm.llm_engine.summary, report, json=json)
     return 0
 
@@ -94,6 +99,7 @@ def throughput(
     *,
     options: Annotated[ThroughputFlags, OPTIONS] = THROUGHPUT_DEFAULTS,
     profile: Profile = False,
+    step_times: StepTimes = None,
     json: Json = False,
     quiet: Quiet = False,
     engine: Annotated[EngineFlags, ENGINE] = ENGINE_DEFAULTS,
@@ -105,7 +111,7 @@ def throughput(
         from tokenmill.entrypoints.bench.serving import held_weights, measure_throughput
 
         weights = held_weights(_engine_args(engine), llm.llm_engine.config)
-        report = measure_throughput(llm, weights, checked, profile=profile)
+        report = measure_throughput(llm, weights, checked, profile=profile, step_times=step_times)
         _show_serving("throughput", llm.llm_engine.summary, report, json=json)
     return 0
 

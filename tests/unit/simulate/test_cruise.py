@@ -1,0 +1,121 @@
+"""Steps that are made at once leave what the same steps leave one by one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, replace
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from helpers.simulated import SimulatedEngine
+from tokenmill.simulate.cruise import Cruise
+from tokenmill.simulate.options import SimulateOptions
+from tokenmill.simulate.work import StepWork
+
+
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+"""Simulations are too long to be shrunk."""
+
+
+class Growing:
+    """Steps take longer the more they read, and no two the same."""
+
+    def seconds(self, work: StepWork) -> float:
+        return 0.01 + 1e-3 * work.num_tokens + 1e-5 * work.num_keys + 1e-4 * work.num_requests
+
+
+def outcome(report):
+    """The report, with sums of many floats to within their rounding, and without what is rounded
+    (percentiles of gaps) or averaged (blocks in use).
+    """
+    itl = replace(report.itl, percentiles={})
+    return numbers(astuple(replace(report, kv_usage_mean=0.0, itl=itl)))
+
+
+def numbers(value):
+    if isinstance(value, tuple):
+        return [numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: numbers(each) for name, each in value.items()}
+    return pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
+
+
+@settings(max_examples=25, deadline=None, phases=PHASES)
+@given(data=st.data())
+def test_reports_are_the_same(data):
+    options = SimulateOptions(
+        num_requests=data.draw(st.integers(1, 60)),
+        request_rate=data.draw(st.sampled_from([0.2, 2.0, 20.0, math.inf])),
+        burstiness=data.draw(st.sampled_from([0.0, 1.0, 3.0])),
+        input_len=data.draw(st.integers(1, 60)),
+        output_len=data.draw(st.integers(1, 80)),
+        length_cv=data.draw(st.sampled_from([0.0, 1.0])),
+        prefix_len=data.draw(st.sampled_from([0, 10, 16])),
+        num_prefixes=2,
+        turns=data.draw(st.integers(1, 3)),
+        think_seconds=1.0,
+        priorities=data.draw(st.sampled_from([None, "0:1,1:1"])),
+        deadline=data.draw(st.sampled_from([None, 2.0, 30.0])),
+        seed=data.draw(st.integers(0, 1000)),
+    )
+    engine = {
+        "num_workers": data.draw(st.integers(1, 2)),
+        "routing": data.draw(st.sampled_from(["round_robin", "least_loaded", "prefix"])),
+        "cost": Growing(),
+        "num_blocks": data.draw(st.sampled_from([40, 130, 1000])),
+        "max_num_seqs": data.draw(st.sampled_from([1, 3, 8])),
+        "max_num_batched_tokens": data.draw(st.sampled_from([8, 64])),
+        "async_scheduling": data.draw(st.booleans()),
+        "scheduling_policy": data.draw(st.sampled_from(["fcfs", "priority"])),
+        "windows": data.draw(st.sampled_from([(None,), (None, None), (None, 8)])),
+        "goals": {"ttft": 1000.0, "tpot": 30.0},
+    }
+    step_by_step = SimulatedEngine(options, **engine, skips_steps=False)
+    at_once = SimulatedEngine(options, **engine)
+    expected, found = step_by_step.run(), at_once.run()
+    # Blocks in use are averaged over a cruise, where tables grow step by step.
+    usage = expected.kv_usage_mean
+    assert found.kv_usage_mean == pytest.approx(usage, rel=0.2, abs=0.02)
+    assert outcome(found) == outcome(expected)
+    assert at_once.recorder.gaps.num_times == step_by_step.recorder.gaps.num_times
+    for number in (0, len(at_once.workers) - 1):
+        ours, theirs = at_once.workers[number], step_by_step.workers[number]
+        assert ours.counts.num_tokens == theirs.counts.num_tokens
+        assert ours.scheduler.make_stats() == theirs.scheduler.make_stats()
+
+
+def test_most_steps_are_skipped_where_nothing_comes():
+    options = SimulateOptions(
+        num_requests=4, request_rate=math.inf, input_len=8, output_len=400, seed=1
+    )
+    engine = SimulatedEngine(options)
+    scheduler, plans = engine.workers[0].scheduler, []
+    schedule = scheduler.schedule
+
+    def counted():
+        plans.append(1)
+        return schedule()
+
+    scheduler.schedule = counted
+    report = engine.run()
+    assert report.num_steps == 400
+    assert len(plans) < 10
+
+
+@pytest.mark.parametrize("num_in_flight", [0, 1])
+def test_a_cruise_stops_before_the_first_plan_that_has_something_to_see(num_in_flight):
+    cruise = Cruise.of(10.0, [11.0] * num_in_flight, [1.0] * 5)
+    first = 11.0
+    assert cruise.end == 15.0
+    assert cruise.busy_seconds == 5.0
+    cruise.stop_at(12.5)  # planned at 10, 11, 12, and then at 13
+    assert (cruise.num_steps, cruise.end) == (3, 13.0)
+    assert cruise.settled == [first, 12.0, 13.0]
+    assert cruise.in_flight == [14.0] * num_in_flight
+    assert cruise.busy_seconds == 3.0
+    cruise.stop_at(12.0)
+    assert cruise.num_steps == 2
+    cruise.stop_at(10.0)
+    assert (cruise.num_steps, cruise.end, cruise.in_flight) == (0, 10.0, [11.0] * num_in_flight)
