@@ -37,6 +37,7 @@ _COMMANDS = (
     ("chat", "chat:app", "Talk with a model, or ask it one question."),
     ("generate", "generate:app", "Continue prompts."),
     ("serve", "serve:app", "Serve a model over HTTP."),
+    ("route", "route:app", "One address in front of several servers, by prefix and load."),
     ("models", "models:app", "List, fetch and remove models."),
     (
         "inspect",
