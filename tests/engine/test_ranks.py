@@ -154,6 +154,27 @@ def test_two_ranks_with_quantised_weights(tmp_path: Path, quantization: str) -> 
     assert sum(differences) / len(differences) < 0.06
 
 
+@pytest.fixture(scope="module")
+def deep_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers do not divide by two; the embedding is the head, too."""
+    path = tmp_path_factory.mktemp("deep")
+    return write_wide_llama(path, num_hidden_layers=3, tie_word_embeddings=True)
+
+
+def test_two_stages_have_the_bits_of_one_process(deep_llama: Path) -> None:
+    with engine(deep_llama, pipeline_parallel_size=2) as llm:
+        found = check_equality(llm)
+    with engine(deep_llama) as llm:
+        assert found == results(llm.generate(*requests(), use_tqdm=False))
+
+
+@pytest.mark.slow
+def test_two_stages_of_two_ranks(deep_llama: Path) -> None:
+    with engine(deep_llama, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
+        found = check_equality(llm)
+    check_against_transformers(deep_llama, found, 5e-4)
+
+
 def rank_pids(core_pid: int) -> list[int]:
     """The processes that a core has started."""
     children = Path(f"/proc/{core_pid}/task/{core_pid}/children").read_text()

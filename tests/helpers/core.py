@@ -72,6 +72,7 @@ def create_scheduler(
     enable_chunked_prefill: bool = True,
     policy: str = "fcfs",
     max_steps_in_flight: int = 1,
+    num_stages: int = 1,
     attention_cost: float = 0.0,
     shared_tokens: int = 0,
     num_blocks: int = 1000,
@@ -90,6 +91,7 @@ def create_scheduler(
         enable_chunked_prefill=enable_chunked_prefill,
         policy=policy,
         max_steps_in_flight=max_steps_in_flight,
+        num_stages=num_stages,
         attention_cost=attention_cost,
         shared_tokens=shared_tokens,
     )

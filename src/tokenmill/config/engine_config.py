@@ -100,6 +100,8 @@ class SchedulerConfig:
     chunk for its past."""
     shared_tokens: int = 0
     """Tokens, or as much work, of a step in which requests decode; 0 cuts no chunk for them."""
+    num_stages: int = 1
+    """Of a pipeline: with several, a request that samples is in one step at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ def scheduler_config(
         long_prefill_token_threshold=threshold,
         enable_chunked_prefill=args.enable_chunked_prefill,
         policy=args.scheduling_policy,
-        max_steps_in_flight=2 if ahead else 1,
+        max_steps_in_flight=max(2 if ahead else 1, args.pipeline_parallel_size),
         attention_cost=attention_cost,
         shared_tokens=shared_tokens,
+        num_stages=args.pipeline_parallel_size,
     )

@@ -34,6 +34,7 @@ from tokenmill.core.encoder import NO_ENCODER, EncoderSchedule
 from tokenmill.core.grammar import GrammarReady, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
 from tokenmill.core.limits import check_groups, check_limits
+from tokenmill.core.micro_batches import MicroBatches
 from tokenmill.core.outputs import error_output, step_output
 from tokenmill.core.policy import get_policy
 from tokenmill.core.request import Request, RequestStatus
@@ -90,9 +91,8 @@ class Scheduler:
             transfer=kv_transfer,
         )
         self._num_speculative_tokens = num_speculative_tokens
-        if num_lookahead_tokens is None:
-            num_lookahead_tokens = num_speculative_tokens
-        self._num_lookahead_tokens = num_lookahead_tokens
+        drafts, ahead = num_speculative_tokens, num_lookahead_tokens
+        self._num_lookahead_tokens = drafts if ahead is None else ahead
         self._vocab_size, self._clock = vocab_size, clock
         self._chunks = ChunkSizes(config, kv_cache_config.groups)
         # The last token of a sequence needs no slot: it is never computed.
@@ -115,7 +115,7 @@ class Scheduler:
         """By id, in the order of admission."""
         self._rows = RowAllocator(config.max_num_seqs)
         self._freed_rows: list[int] = []
-        self._deadlines = Deadlines()
+        self._deadlines, self._micro_batches = Deadlines(), MicroBatches(config.num_stages)
         self._in_flight: deque[Step] = deque()
         self._last = Step(SchedulerOutput(-1), 0, self._chunks, num_repeats=0)
         self._ended_outputs: list[EngineCoreOutput] = []
@@ -206,8 +206,8 @@ class Scheduler:
         self._schedule_running(step)
         if not step.num_preempted and len(self.requests) > len(self.running):
             self._schedule_waiting(step, self._clock())
-        if self._num_speculative_tokens:
-            step.num_repeats = 0  # its result may bring drafts
+        if self._num_speculative_tokens or self._micro_batches.num_stages > 1:
+            step.num_repeats = 0  # its result may bring drafts; in stages, its requests wait for it
         if step.requests:
             plan.finished_rows, self._freed_rows = self._freed_rows, []
             step.launch()
@@ -215,7 +215,7 @@ class Scheduler:
 
     def _schedule_running(self, step: Step) -> None:
         """Continue running requests in the order of admission, preempting where blocks lack."""
-        requests = list(self.running.values())
+        requests = self._micro_batches.ready(list(self.running.values()))
         for index, request in enumerate(requests, start=1):
             if not step.token_budget:
                 break

@@ -49,7 +49,7 @@ from tokenmill.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenmill.checkpoint.checkpoint import Checkpoint
-    from tokenmill.worker.ranks import SeveralRanks
+    from tokenmill.worker.ranks import GroupRanks
     from tokenmill.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -287,7 +287,7 @@ def build_rank(
     args: EngineArgs,
     config: EngineConfig,
     on_progress: Callable[[int, int], None],
-    ranks: SeveralRanks,
+    ranks: GroupRanks,
 ) -> Worker:
     """The worker of one rank of a settled config, in a process of its own."""
     from tokenmill.worker.build import build_worker

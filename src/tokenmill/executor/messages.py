@@ -23,6 +23,7 @@ from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpe
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo
 from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.contracts.sampled import SampledTokens
 from tokenmill.errors import EngineDeadError
 
 _LENGTH = struct.Struct("<Q")
@@ -42,14 +43,6 @@ class RankSetup(msgspec.Struct, array_like=True, tag=0):
     """Where the ranks of a process group meet; empty for the one that opens the place, None if
     there is no such group."""
     log_level: int
-
-
-class SampledTokens(msgspec.Struct, array_like=True):
-    """What a step has sampled, for ranks that did not see it; lists by request."""
-
-    req_ids: list[str]
-    rows: list[int]
-    token_ids: list[list[int]]
 
 
 class Execute(msgspec.Struct, array_like=True, tag=1):

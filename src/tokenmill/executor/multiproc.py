@@ -29,6 +29,7 @@ from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo
 from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.contracts.sampled import SampledTokens
 from tokenmill.errors import EngineDeadError, TokenmillError
 from tokenmill.executor import messages
 from tokenmill.executor.launch import LocalRank, end_ranks, start_ranks
@@ -83,7 +84,7 @@ class MultiprocExecutor:
         self._samplers = range(first_samplers, self._parallel.world_size)
         self._rows: dict[int, list[int]] = {}
         """Of the plans in flight, by step id; of stages, which are told what was sampled."""
-        self._unlearnt: list[messages.SampledTokens] = []
+        self._unlearnt: list[SampledTokens] = []
         self._adapters: dict[int, _LoadingAdapter] = {}
         try:
             self._start(messages.RankSetup(factory, args, config, 0, None, _log_level()))
@@ -179,9 +180,7 @@ class MultiprocExecutor:
         self._num_results += 1
         if self._learners:
             rows = self._rows.pop(output.step_id)
-            self._unlearnt.append(
-                messages.SampledTokens(output.req_ids, rows, output.sampled_token_ids)
-            )
+            self._unlearnt.append(SampledTokens(output.req_ids, rows, output.sampled_token_ids))
 
     def _send(self, message: messages.ToRank, ranks: Iterable[int]) -> None:
         """Send to each of these, and read meanwhile: a rank that waits until its answer is taken

@@ -23,7 +23,8 @@ from tokenmill.contracts.encoding import describe
 from tokenmill.executor import messages
 from tokenmill.executor.lifeline import end_with_parent
 from tokenmill.parallel.join import join_group
-from tokenmill.worker.ranks import SeveralRanks
+from tokenmill.worker.ranks import GroupRanks, StageRanks
+from tokenmill.worker.stage import StageWorker
 from tokenmill.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class _LogSender(logging.Handler):
 class RankLoop:
     """Messages in, steps, results out."""
 
-    def __init__(self, worker: Worker, channel: Channel, ranks: SeveralRanks, output: bool) -> None:
+    def __init__(self, worker: Worker, channel: Channel, ranks: GroupRanks, output: bool) -> None:
         self._worker = worker
         self._channel = channel
         self._group = ranks.group
@@ -86,7 +87,10 @@ class RankLoop:
             except EOFError:
                 return
             match message:
-                case messages.Execute(plan):
+                case messages.Execute(plan, sampled):
+                    for each in sampled:
+                        assert isinstance(self._worker, StageWorker)
+                        self._worker.learn(each)
                     self._worker.execute_model(plan)
                 case messages.Sample(grammar_output):
                     output = self._worker.sample_tokens(grammar_output).result()
@@ -109,7 +113,7 @@ class RankLoop:
         self._channel.send(messages.AdapterLoaded(number, info, error))
 
 
-def build(setup: messages.RankSetup, channel: Channel, ranks: SeveralRanks) -> Worker:
+def build(setup: messages.RankSetup, channel: Channel, ranks: GroupRanks) -> Worker:
     """Make the worker by the factory that the setup names."""
     module, _, name = setup.factory.partition(":")
     factory: Callable[..., Worker] = getattr(importlib.import_module(module), name)
@@ -149,7 +153,7 @@ def serve(channel: Channel, memory_fd: int) -> int:
     return 0
 
 
-def _join_ranks(setup: messages.RankSetup, memory_fd: int, channel: Channel) -> SeveralRanks:
+def _join_ranks(setup: messages.RankSetup, memory_fd: int, channel: Channel) -> GroupRanks:
     parallel = setup.config.parallel
     place = parallel.place(setup.rank)
     _take_processors(place)
@@ -160,7 +164,11 @@ def _join_ranks(setup: messages.RankSetup, memory_fd: int, channel: Channel) -> 
         store_address=setup.store_address,
         tell_address=lambda address: channel.send(messages.StoreAddress(address)),
     )
-    return SeveralRanks(place, group)
+    if parallel.pipeline_parallel_size == 1:
+        return GroupRanks(place, group)
+    from tokenmill.parallel.links import ProcessGroupLinks
+
+    return StageRanks(place, group, ProcessGroupLinks(place))
 
 
 def _take_processors(place: RankPlace) -> None:

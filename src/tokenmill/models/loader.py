@@ -43,8 +43,10 @@ def load_model(
     on_progress: Progress = lambda done, total: None,
     *,
     kernels: LayerKernels | None = None,
+    layers: range | None = None,
 ) -> CausalLM:
-    """Build the model and fill it, in evaluation mode and without gradients.
+    """Build the model and fill it, in evaluation mode and without gradients; of a family whose
+    layers can be on several ranks, perhaps with some of them only.
 
     It lies on the device of its `kernels` (by default the best of the CPU). Memory holds the
     weights once, and parts of the files that are read ahead. Raises `CheckpointError` that lists
@@ -68,9 +70,14 @@ def load_model(
     )
     dtype = getattr(torch, model_config.dtype)
     kernels = kernels or layer_kernels(dtype)
+    some = {} if layers is None else {"layers": layers}
     with kernels.device:
         model = family(
-            hf_config, dtype=dtype, max_model_len=model_config.max_model_len, kernels=kernels
+            hf_config,
+            dtype=dtype,
+            max_model_len=model_config.max_model_len,
+            kernels=kernels,
+            **some,
         )
     assert isinstance(model, nn.Module)
     if pooling is not None:
@@ -78,12 +85,28 @@ def load_model(
     slots = [replace(slot, name=slot.name.removeprefix(prefix)) for slot in weight_slots(model)]
     skipped = {HEAD} if hf_config["tie_word_embeddings"] else set()
     skipped |= getattr(family, "unused_tensors", frozenset())
+    if layers is not None:
+        whole = outline(model_config, kernels)
+        assert isinstance(whole, nn.Module)
+        skipped |= {slot.name.removeprefix(prefix) for slot in weight_slots(whole)}
     beyond: tuple[str, ...] = getattr(model, "unused_prefixes", ())
     skipped |= {name for name in checkpoint.tensor_shapes if name.startswith(beyond)}
     check_names_and_shapes(slots, checkpoint, skipped)
     fill(slots, checkpoint, on_progress)
     model.eval()
     return model
+
+
+def outline(model_config: ModelConfig, kernels: LayerKernels) -> CausalLM:
+    """A native model with all its layers, but without memory for their weights."""
+    family = get_model_class(model_config.architecture)
+    with EmptyTensorsOnMeta():
+        return family(
+            {**family.config_defaults, **model_config.hf_config},
+            dtype=getattr(torch, model_config.dtype),
+            max_model_len=1,
+            kernels=kernels,
+        )
 
 
 def tensor_shapes(

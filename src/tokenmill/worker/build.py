@@ -25,7 +25,6 @@ from tokenmill.worker.graphs.cpu import record
 from tokenmill.worker.graphs.decode import record_decode_steps
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.inputs.multimodal import multimodal_inputs
-from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.pooling.build import build_pooling_worker
 from tokenmill.worker.ranks import ONE_RANK, OneRank
@@ -54,10 +53,11 @@ def build_worker(
     _set_num_threads(config)
     quantization = cast(Quantization | None, config.quantization)
     kernels = layer_kernels(getattr(torch, config.model.dtype), quantization, ranks.group)
-    model = load_model(config.model, checkpoint, on_progress, kernels=kernels)
+    layers = ranks.layers(config)
+    model = load_model(config.model, checkpoint, on_progress, kernels=kernels, layers=layers)
     if config.model.pooling is not None:
         return build_pooling_worker(config, model)
-    cache = kv_cache_config(config, model)
+    cache = ranks.kv_cache(config, model, kernels)
     limits = RunnerLimits(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -65,12 +65,13 @@ def build_worker(
         block_size=config.cache.block_size,
         vocab_size=config.model.vocab_size,
     )
-    groups = bind_attention(config, model, cache, torch.device(config.device))
+    own_part = ranks.own_part(cache, model)
+    groups = bind_attention(config, model, own_part, torch.device(config.device))
     runner = ranks.make_runner(
-        model,
+        ranks.wrapped(config, model, kernels),
         groups,
         limits,
-        inputs=multimodal_inputs(config, model, limits, groups),
+        inputs=ranks.inputs(cache, limits) or multimodal_inputs(config, model, limits, groups),
         sampler=Sampler(mode=LogprobsMode.named(config.sampling.logprobs_mode)),
         row_params=build_row_params(config),
         adapters=build_adapters(config, model),
@@ -79,7 +80,8 @@ def build_worker(
     if config.graphs != "off" and uses_native_kernels(config.model.dtype):
         runner.capture(checked(record) if config.graphs == "check" else record)
         runner.capture_decode_steps(record_decode_steps)
-    return Worker(runner, cache, build_kv_transfer(config, model, cache, checkpoint))
+    kv_transfer = build_kv_transfer(config, model, cache, checkpoint)
+    return ranks.make_worker(runner, cache, kv_transfer)
 
 
 def _set_num_threads(config: EngineConfig) -> None:

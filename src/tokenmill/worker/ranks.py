@@ -1,24 +1,61 @@
-"""What a worker is told of the other ranks of its model."""
+"""What a worker is told of the other ranks of its model, and what becomes of its parts then."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.config.parallel import ParallelConfig, RankPlace
+from tokenmill.config.engine_config import EngineConfig
+from tokenmill.config.parallel import RankPlace
+from tokenmill.config.parameters import read_parameters
+from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, StateSpec
 from tokenmill.contracts.plan import SchedulerOutput
+from tokenmill.contracts.seams import KVTransfer
+from tokenmill.layers.kernels import LayerKernels
 from tokenmill.models.base import CausalLM
+from tokenmill.models.loader import outline
 from tokenmill.parallel.group import SOLO, SharedMemoryGroup, TensorGroup
+from tokenmill.parallel.links import StageLinks
 from tokenmill.worker.groups import AttentionGroup
+from tokenmill.worker.inputs.host import HostInputs
+from tokenmill.worker.inputs.protocol import StepInputs
+from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
+from tokenmill.worker.rows import RowTable
+from tokenmill.worker.stage import StageModel, StageRunner, StageWorker
+from tokenmill.worker.worker import Worker
 
 
 class OneRank:
     """There are no others."""
 
     group: TensorGroup = SOLO
+
+    def layers(self, config: EngineConfig) -> range | None:
+        """Layers that are loaded here; None is all of them."""
+        return None
+
+    def kv_cache(
+        self, config: EngineConfig, model: CausalLM, kernels: LayerKernels
+    ) -> KVCacheConfig:
+        """The pool, with the layers of all ranks."""
+        return kv_cache_config(config, model)
+
+    def own_part(self, cache: KVCacheConfig, model: CausalLM) -> KVCacheConfig:
+        """The pool, with the layers that are here."""
+        return cache
+
+    def inputs(self, cache: KVCacheConfig, limits: RunnerLimits) -> StepInputs | None:
+        """What prepares steps, where that is not the runner's choice."""
+        return None
+
+    def wrapped(self, config: EngineConfig, model: CausalLM, kernels: LayerKernels) -> CausalLM:
+        """What the runner runs."""
+        return model
 
     def make_runner(
         self,
@@ -30,17 +67,22 @@ class OneRank:
         """A runner with these parts."""
         return ModelRunner(model, attention_groups, limits, **parts)
 
+    def make_worker(
+        self, runner: ModelRunner, cache: KVCacheConfig, kv_transfer: KVTransfer | None
+    ) -> Worker:
+        """The worker around a runner."""
+        return Worker(runner, cache, kv_transfer)
+
 
 ONE_RANK = OneRank()
-_FIRST = ParallelConfig().place(0)
 
 
 @dataclass(frozen=True, slots=True)
-class SeveralRanks(OneRank):
-    """A rank, and those that have parts of the same layers."""
+class GroupRanks(OneRank):
+    """A rank beside others that have parts of the same layers."""
 
-    place: RankPlace = _FIRST
-    group: TensorGroup = SOLO
+    place: RankPlace
+    group: TensorGroup = field()  # without one rank's default
 
     def make_runner(
         self,
@@ -49,9 +91,7 @@ class SeveralRanks(OneRank):
         limits: RunnerLimits,
         **parts: Any,
     ) -> ModelRunner:
-        runner = GroupRunner(model, attention_groups, limits, **parts)
-        runner.group = self.group
-        return runner
+        return GroupRunner(model, attention_groups, limits, group=self.group, **parts)
 
     def break_up(self) -> None:
         """Have the others fail that wait for this rank, which has failed."""
@@ -66,8 +106,83 @@ class GroupRunner(ModelRunner):
     tokens, and nobody has to be told.
     """
 
-    group: TensorGroup
+    def __init__(self, *arguments: Any, group: TensorGroup, **parts: Any) -> None:
+        super().__init__(*arguments, **parts)
+        self._group = group
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self.group.begin()
+        self._group.begin()
         super().execute_model(plan)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRanks(GroupRanks):
+    """A rank of one stage of several, perhaps beside others of the same stage."""
+
+    links: StageLinks
+
+    def layers(self, config: EngineConfig) -> range:
+        return self.place.layers(read_parameters(config.model.hf_config).num_layers)
+
+    def kv_cache(
+        self, config: EngineConfig, model: CausalLM, kernels: LayerKernels
+    ) -> KVCacheConfig:
+        """All stages have the same block tables, so groups are made of the layers of all."""
+        return spread_over_stages(kv_cache_config(config, outline(config.model, kernels)))
+
+    def own_part(self, cache: KVCacheConfig, model: CausalLM) -> KVCacheConfig:
+        own = model.attention_layers()
+        groups = tuple(
+            KVCacheGroup(tuple(name for name in group.layer_names if name in own), group.spec)
+            for group in cache.groups
+        )
+        return dataclasses.replace(cache, groups=groups)
+
+    def inputs(self, cache: KVCacheConfig, limits: RunnerLimits) -> StepInputs:
+        """With block tables for groups of which no layer is here, too: plans have them."""
+        rows = RowTable(
+            limits.max_num_seqs, limits.max_model_len, limits.block_size, len(cache.groups)
+        )
+        return HostInputs(rows, limits.max_num_batched_tokens)
+
+    def wrapped(self, config: EngineConfig, model: CausalLM, kernels: LayerKernels) -> StageModel:
+        hidden_size = read_parameters(config.model.hf_config).hidden_size
+        return StageModel(model, kernels, hidden_size, is_first=self.place.is_first_stage)
+
+    def make_runner(
+        self,
+        model: CausalLM,
+        attention_groups: Sequence[AttentionGroup],
+        limits: RunnerLimits,
+        **parts: Any,
+    ) -> ModelRunner:
+        assert isinstance(model, StageModel)
+        return StageRunner(
+            model,
+            attention_groups,
+            limits,
+            place=self.place,
+            group=self.group,
+            links=self.links,
+            **parts,
+        )
+
+    def make_worker(
+        self, runner: ModelRunner, cache: KVCacheConfig, kv_transfer: KVTransfer | None
+    ) -> Worker:
+        return StageWorker(runner, cache)
+
+
+def spread_over_stages(cache: KVCacheConfig) -> KVCacheConfig:
+    """Groups that keep the same, with their layers dealt out in turn: so each stage has about as
+    many of each group, and the memory of a block is divided among the stages.
+    """
+    by_spec: defaultdict[KVCacheSpec | StateSpec, list[int]] = defaultdict(list)
+    for index, group in enumerate(cache.groups):
+        by_spec[group.spec].append(index)
+    groups = list(cache.groups)
+    for spec, indices in by_spec.items():
+        names = [name for index in indices for name in cache.groups[index].layer_names]
+        for turn, index in enumerate(indices):
+            groups[index] = KVCacheGroup(tuple(names[turn :: len(indices)]), spec)
+    return dataclasses.replace(cache, groups=tuple(groups))

@@ -1,0 +1,152 @@
+"""One stage of a pipeline: a model's part, and the runner and the worker of it.
+
+    first stage      ids -> embedding, layers -> the residual stream, sent on
+    middle stages    the stream, received -> layers -> the stream, sent on
+    last stage       the stream, received -> layers, norm, head -> tokens
+
+All stages are given the same plans, and have rows for the same requests. Those that do not sample
+are told the tokens with a later plan: a request is in one step at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokenmill.config.parallel import RankPlace
+from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
+from tokenmill.contracts.sampled import SampledTokens
+from tokenmill.contracts.seams import StepFuture
+from tokenmill.layers.attention import Attention
+from tokenmill.layers.kernels import LayerKernels
+from tokenmill.models.base import CausalLM, IntermediateTensors
+from tokenmill.parallel.group import TensorGroup
+from tokenmill.parallel.links import StageLinks
+from tokenmill.worker.batch import BatchTensors
+from tokenmill.worker.model_runner import AttentionMetadataByLayer, DecodeRecorder, ModelRunner
+from tokenmill.worker.worker import Worker
+
+
+class StageModel:
+    """A `CausalLM` from stream to stream: the runner and its recordings need not know better."""
+
+    def __init__(
+        self, part: CausalLM, kernels: LayerKernels, hidden_size: int, *, is_first: bool
+    ) -> None:
+        """`part` has the layers of this stage."""
+        self.part = part
+        self._kernels = kernels
+        self.hidden_size = hidden_size
+        self._is_first = is_first
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Of the first stage; the others begin with what they receive, which is like this."""
+        if self._is_first:
+            return self.part.embed_input_ids(input_ids)
+        return torch.zeros(len(input_ids), self.hidden_size)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The stream behind this stage's layers, or what the last one ends in."""
+        found = self.part.forward(input_ids, positions, inputs_embeds=inputs_embeds)
+        if isinstance(found, torch.Tensor):
+            return found
+        stream = self._kernels.empty(len(input_ids), self.hidden_size, torch.float32)
+        return self._kernels.add_residual(found["hidden_states"], found["residual"], stream)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.part.compute_logits(hidden_states)
+
+    def attention_layers(self) -> Mapping[str, Attention]:
+        return self.part.attention_layers()
+
+
+class StageRunner(ModelRunner):
+    """Runs a stage's part of each step. Every rank of a stage does the same."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        *arguments: Any,
+        place: RankPlace,
+        group: TensorGroup,
+        links: StageLinks,
+        **parts: Any,
+    ) -> None:
+        super().__init__(model, *arguments, **parts)
+        self._place = place
+        self._group = group
+        self._links = links
+        self._hidden_size = model.hidden_size
+        self._req_ids: dict[int, str] = {}
+        """Whose row it is."""
+
+    def capture_decode_steps(self, record: DecodeRecorder) -> None:
+        """They would begin with tokens and end in some: no stage's steps do both."""
+
+    def learn(self, sampled: SampledTokens) -> None:
+        """Take in what the last stage has sampled for requests that still have their rows."""
+        for req_id, row, token_ids in zip(
+            sampled.req_ids, sampled.rows, sampled.token_ids, strict=True
+        ):
+            if self._req_ids.get(row) == req_id:
+                self._rows.append_tokens(row, token_ids)
+
+    def update_states(self, plan: SchedulerOutput) -> None:
+        for row in plan.finished_rows:
+            self._req_ids.pop(row, None)
+        self._req_ids.update({request.row: request.req_id for request in plan.scheduled_new_reqs})
+        super().update_states(plan)
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._group.begin()
+        if self._place.is_last_stage:
+            super().execute_model(plan)
+        else:
+            self._pass_through(plan)
+
+    @torch.inference_mode()
+    def _pass_through(self, plan: SchedulerOutput) -> None:
+        """A step of which this stage sees no end: nothing is sampled, so it is committed here."""
+        batch, tensors = self._prepare_inputs(plan)
+        stream = self._forward(tensors, self._build_attention_metadata(tensors))
+        self._links.send(stream[: tensors.shape.num_tokens])
+        num_computed = batch.seq_lens.astype(np.int64)
+        self._rows.commit(batch.rows, num_computed, self._rows.num_tokens[batch.rows])
+
+    def _forward(
+        self, tensors: BatchTensors, attn_metadata: AttentionMetadataByLayer
+    ) -> torch.Tensor:
+        if not self._place.is_first_stage:
+            received = self._links.receive(tensors.shape.num_tokens, self._hidden_size)
+            tensors = replace(tensors, inputs_embeds=received)
+        return super()._forward(tensors, attn_metadata)
+
+
+class StageWorker(Worker):
+    """Runs plans as they are: one that fails in a stage cannot be run again request by request, as
+    the other stages know nothing of it. The engine's recovery finds who is to blame.
+    """
+
+    runner: StageRunner
+
+    def learn(self, sampled: SampledTokens) -> None:
+        """Take in what was sampled in an earlier step."""
+        self.runner.learn(sampled)
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._plan = plan
+        self.runner.update_states(plan)
+        self.runner.execute_model(plan)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
+        return self.runner.sample_tokens(grammar_output)
