@@ -16,29 +16,11 @@ from http.client import HTTPConnection
 import openai
 import pytest
 
+from helpers.certificate import CERTIFICATE
 from helpers.live_server import chunks_of
 from helpers.serve_process import ServeProcess
 from tokenmill.entrypoints.http.server import EXIT_ENGINE_DEAD
 
-# Of 127.0.0.1, signed by itself, until 2126. Guards nothing.
-CERTIFICATE = """\
------BEGIN PRIVATE KEY-----
-MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgMfU8gWy2iIEXzkWQ
-LFn5bHVieJ6+/mcgdPcTwzNfM46hRANCAARU8Pw/yObLkJ2n7N0tEG51zh9ApN/N
-Kn0JVvWKiIVrw6wuyqypaH9iYvrccTJbxESNaFWb23xIqd3IF+crqnMB
------END PRIVATE KEY-----
------BEGIN CERTIFICATE-----
-MIIBkTCCATagAwIBAgIUKZvFOOMJAMuOTuihwpWVPzA3K9kwCgYIKoZIzj0EAwIw
-FDESMBAGA1UEAwwJbG9jYWxob3N0MCAXDTI2MTEyOTIwMDIzNloYDzIxMjYxMTA1
-MjAwMjM2WjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcqhkjOPQIBBggqhkjO
-PQMBBwNCAARU8Pw/yObLkJ2n7N0tEG51zh9ApN/NKn0JVvWKiIVrw6wuyqypaH9i
-YvrccTJbxESNaFWb23xIqd3IF+crqnMBo2QwYjAdBgNVHQ4EFgQU+J0foJMy3ijQ
-w+9pt4s4yELyaTUwHwYDVR0jBBgwFoAU+J0foJMy3ijQw+9pt4s4yELyaTUwDwYD
-VR0TAQH/BAUwAwEB/zAPBgNVHREECDAGhwR/AAABMAoGCCqGSM49BAMCA0kAMEYC
-IQC8NBcqxsRTd0rQOz8l/4w7U4YhzXMJFCKqrBKp3EcQqgIhALh56ozds0h21Dgs
-JpU3RjkjTWoZSfxV1AGneTx9blHa
------END CERTIFICATE-----
-"""
 LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import threading
 import time
 from contextlib import closing, suppress
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from helpers.certificate import CERTIFICATE
 from tokenmill.errors import InvalidRequestError
 from tokenmill.features.multimodal.decoding import MAX_FILE_BYTES
 from tokenmill.features.multimodal.fetching import (
@@ -62,6 +64,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def chunked(self):
         self.send(Transfer_Encoding="chunked", body=b"8\r\nan image\r\n0\r\n\r\n")
+
+    def closes(self):
+        self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + BODY)
+        self.close_connection = True
 
     def endless(self):
         self.send(Transfer_Encoding="chunked", body=b"")
@@ -132,6 +138,8 @@ def test_what_is_there_is_fetched(internet):
     assert headers["Accept-Encoding"] == "identity"
     assert "Authorization" not in headers
     assert fetcher.fetch("HTTP://Images.Example./chunked") == BODY
+    assert fetcher.fetch("http://images.example/closes") == BODY
+    assert fetcher.fetch("http://images.example/plain", len(BODY)) == BODY
     assert fetcher.fetch("http://images.example") == BODY
     assert internet.hits[-1][1] == "/"
 
@@ -311,7 +319,25 @@ def test_a_host_that_does_not_answer(internet):
     assert [host for host, _ in internet.dialed] == [PUBLIC, "8.8.8.8"]
 
 
-def test_https_checks_the_certificate(internet):
+def test_https(internet, tmp_path, monkeypatch):
+    pem = tmp_path / "server.pem"
+    pem.write_text(CERTIFICATE)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pem)
+    server = internet.server
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    fetcher = internet.fetcher()
+    with pytest.raises(InvalidRequestError, match="could not be fetched"):
+        fetcher.fetch("https://localhost/")  # nobody vouches for the certificate
+    monkeypatch.setenv("SSL_CERT_FILE", str(pem))
+    assert fetcher.fetch("https://localhost/") == BODY
+    assert internet.hits[-1][0] == "localhost"
+    with pytest.raises(InvalidRequestError, match="could not be fetched"):
+        fetcher.fetch("https://images.example/")  # the certificate is for another host
+    assert len(internet.hits) == 1
+
+
+def test_https_to_a_server_of_plain_text(internet):
     with pytest.raises(InvalidRequestError, match=r"could not be fetched .*SSL"):
         internet.fetcher().fetch("https://images.example/")
     assert internet.dialed == [(PUBLIC, 443)]

@@ -309,7 +309,7 @@ def _left(deadline: float) -> float:
     return left
 
 
-class _TimedSocket(io.RawIOBase):
+class _TimedSocket:
     """A socket as `http.client` uses one, whose reads together end at a deadline: a server that
     sends a byte now and then holds a thread no longer than one that sends nothing.
     """
@@ -324,7 +324,16 @@ class _TimedSocket(io.RawIOBase):
 
     def makefile(self, mode: str) -> io.BufferedReader:
         assert mode == "rb"
-        return io.BufferedReader(self)
+        return io.BufferedReader(_TimedReader(self._sock, self._deadline))
+
+    def close(self) -> None:
+        """Nothing: what is left of the answer is still to be read."""
+
+
+class _TimedReader(io.RawIOBase):
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock = sock
+        self._deadline = deadline
 
     def readable(self) -> bool:
         return True
