@@ -1,4 +1,4 @@
-"""A key and a certificate of 127.0.0.1 (localhost), signed by itself, until 2126. Guards nothing."""
+"""A key and a certificate of 127.0.0.1, signed by itself, until 2126. Guards nothing."""
 
 from __future__ import annotations
 
