@@ -1,0 +1,247 @@
+"""Images keep the promise: the same bits however a request is run, and transformers' tokens."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.vision_families import VISION_FAMILIES, VisionFamily
+from helpers.vision_models import family_of, picture, reference_logits, saved
+from tokenmill import LLM, RequestOutput, SamplingParams
+from tokenmill.contracts.request import EngineCoreRequest, MultiModalFeature
+from tokenmill.engine.input_processor import child_seed
+
+FAMILIES = ["llava", "smolvlm", "qwen2-vl"]
+"""All placeholders take embeddings; some are tokens; tokens have three positions."""
+CAT, DOG = picture(64, 48), picture(64, 48, seed=5)
+WIDE = picture(90, 40, seed=7)
+
+over_families = pytest.mark.parametrize("name", FAMILIES)
+
+
+def prompts(name: str) -> list[dict[str, Any]]:
+    mark = family_of(name).special_tokens[0]
+    return [
+        {
+            "prompt": f"The quick brown fox jumps over the lazy dog and sees{mark} there",
+            "multi_modal_data": data,
+        }
+        for data in ({"image": CAT}, {"image": DOG}, {"image": [WIDE]})
+    ] + [
+        {"prompt": f"{mark}and{mark} are", "multi_modal_data": {"image": [CAT, DOG]}},
+        {"prompt": "The quick brown fox jumps over nothing"},
+        {"prompt": f"Twice{mark}, {mark}", "multi_modal_data": {"image": [WIDE, WIDE]}},
+    ]
+
+
+def params(name: str, **more: Any) -> list[SamplingParams]:
+    choices: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95}]
+    return [
+        SamplingParams(seed=i, max_tokens=12, ignore_eos=True, logprobs=2, **choices[i % 2], **more)
+        for i in range(len(prompts(name)))
+    ]
+
+
+def engine(name: str, **settings: Any) -> LLM:
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_model_len": 320,
+        "num_kv_blocks": 200,
+        "block_size": 16,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+    }
+    return LLM(str(saved(name)), **(defaults | settings))
+
+
+Result = list[tuple[list[int], list[dict[int, float]]]]
+
+
+def results(outputs: list[RequestOutput]) -> Result:
+    return [
+        (
+            each.token_ids,
+            [
+                {token_id: entry.logprob for token_id, entry in position.items()}
+                for position in each.logprobs or []
+            ],
+        )
+        for output in outputs
+        for each in output.outputs
+    ]
+
+
+@functools.cache
+def alone(name: str, dtype: str = "float32") -> Result:
+    with engine(name, dtype=dtype, enable_prefix_caching=False, enforce_eager=True) as llm:
+        return [
+            result
+            for prompt, each in zip(prompts(name), params(name), strict=True)
+            for result in results(llm.generate(prompt, each))
+        ]
+
+
+def processed(llm: LLM, prompt: dict[str, Any]) -> EngineCoreRequest:
+    """A prompt as the core is asked."""
+    return llm.llm_engine._input_processor.process("x", prompt, SamplingParams()).children[0]
+
+
+def features(llm: LLM, prompt: dict[str, Any]) -> list[MultiModalFeature]:
+    return processed(llm, prompt).mm_features
+
+
+@over_families
+def test_another_image_is_another_prompt(name: str) -> None:
+    first = [tokens for tokens, _ in alone(name)[:3]]
+    assert first[0] != first[1] != first[2] != first[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@over_families
+def test_all_at_once_recorded_and_in_native_steps(name: str, dtype: str) -> None:
+    with engine(name, dtype=dtype, check_graphs=True) as llm:
+        assert results(llm.generate(prompts(name), params(name))) == alone(name, dtype)
+
+
+@pytest.mark.parametrize("budget", [3, 8, 33])
+@over_families
+def test_in_chunks_with_borders_inside_of_images(name: str, budget: int) -> None:
+    sizes = {"max_num_batched_tokens": budget, "max_num_seqs": min(budget, 8)}
+    with engine(name, **sizes, max_num_encoder_input_tokens=1) as llm:
+        assert results(llm.generate(prompts(name), params(name))) == alone(name)
+
+
+@over_families
+def test_with_room_for_one_image_at_a_time(name: str) -> None:
+    with engine(name, enable_prefix_caching=False) as llm:
+        largest = max(each.num_embeds for prompt in prompts(name) for each in features(llm, prompt))
+    with engine(name, encoder_cache_size=largest, max_num_batched_tokens=16) as llm:
+        assert results(llm.generate(prompts(name), params(name))) == alone(name)
+
+
+@over_families
+def test_from_the_prefix_cache(name: str) -> None:
+    with engine(name, block_size=8, num_kv_blocks=400) as llm:
+        one, other = prompts(name)[:2]
+        first = llm.generate(one, params(name)[0])
+        assert first[0].num_cached_tokens == 0
+        again = llm.generate(one, params(name)[0])
+        assert results(again) == results(first) == alone(name)[:1]
+        (image,) = features(llm, one)
+        assert image.offset + 8 <= again[0].num_cached_tokens
+        different = llm.generate(other, params(name)[1])
+        assert results(different) == alone(name)[1:2]
+        assert 8 <= different[0].num_cached_tokens <= image.offset  # the text before the image
+        assert results(llm.generate(prompts(name), params(name))) == alone(name)
+
+
+@over_families
+def test_preempted(name: str) -> None:
+    with engine(name) as llm:
+        longest = max(len(processed(llm, each).prompt_token_ids) for each in prompts(name)) + 12
+    num_blocks = -(-longest // 8) + 2  # the null block is one of them
+    with engine(name, num_kv_blocks=num_blocks, block_size=8, max_model_len=-1) as llm:
+        outputs = llm.generate(prompts(name), params(name))
+        assert results(outputs) == alone(name)
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"async_scheduling": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"kv_cache_dtype": "auto", "enable_lora": True},
+        {"enable_chunked_prefill": False, "max_num_encoder_input_tokens": 1},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+@over_families
+def test_beside_other_features(name: str, settings: dict[str, Any]) -> None:
+    with engine(name, **settings) as llm:
+        assert results(llm.generate(prompts(name), params(name))) == alone(name)
+
+
+@over_families
+def test_several_answers_to_one_prompt(name: str) -> None:
+    prompt = prompts(name)[3]
+    common: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "logprobs": 1}
+    with engine(name) as llm:
+        together = llm.generate(prompt, SamplingParams(n=3, seed=11, **common))
+        seeds = [child_seed(11, i) for i in range(3)]
+        apart = [llm.generate(prompt, SamplingParams(seed=seed, **common)) for seed in seeds]
+        assert results(together) == [result for each in apart for result in results(each)]
+
+
+@over_families
+def test_log_probabilities_of_a_prompt_with_images(name: str) -> None:
+    asked = SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0)
+    found = []
+    for budget in (5, 512):
+        with engine(name, max_num_batched_tokens=budget, max_num_seqs=4) as llm:
+            (output,) = llm.generate(prompts(name)[3], asked)
+            found.append((output.prompt_logprobs, results([output])))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == len(output.prompt_token_ids)
+
+
+@over_families
+def test_a_form_behind_an_image(name: str) -> None:
+    form = SamplingParams(max_tokens=12, structured_outputs={"regex": "(cat|dog) and (fox|hen)"})
+    with engine(name) as llm:
+        (output,) = llm.generate(prompts(name)[0], form)
+    assert re.fullmatch("(cat|dog) and (fox|hen)", output.outputs[0].text)
+
+
+def encoder_of(llm: LLM) -> Any:
+    return llm.llm_engine._client.core._executor._worker.runner._inputs._encoder
+
+
+def test_an_image_of_several_requests_is_encoded_once() -> None:
+    with engine("llava") as llm:
+        encoder = encoder_of(llm)
+        encoded = []
+        encode = encoder._model.encode
+        encoder._model.encode = lambda *given: encoded.append(1) or encode(*given)
+        llm.generate(prompts("llava") * 2, params("llava") * 2)
+        assert (len(encoded), len(encoder)) == (3, 3)
+
+
+def test_an_image_that_cannot_be_encoded_fails_its_requests_alone() -> None:
+    with engine("llava") as llm:
+        encoder = encoder_of(llm)
+        encode, broken = encoder._model.encode, features(llm, prompts("llava")[1])[0].inputs
+
+        def encode_or_fail(modality: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            if inputs["pixels"].numpy().tobytes() == broken["pixels"].data:
+                raise RuntimeError("no memory for this")
+            return encode(modality, inputs)
+
+        encoder._model.encode = encode_or_fail
+        found = results(llm.generate(prompts("llava"), params("llava")))
+        healthy = [0, 2, 4, 5]
+        assert [found[i] for i in healthy] == [alone("llava")[i] for i in healthy]
+        assert [found[i] for i in (1, 3)] == [([], [])] * 2
+        encoder._model.encode = encode
+        assert results(llm.generate(prompts("llava"), params("llava"))) == alone("llava")
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES, ids=lambda family: family.name)
+def test_tokens_are_those_of_transformers(family: VisionFamily) -> None:
+    name, mark = family.name, family.special_tokens[0]
+    images = [CAT, WIDE]
+    prompt = {
+        "prompt": f"The quick{mark} brown{mark} fox",
+        "multi_modal_data": {"image": images},
+    }
+    with engine(name) as llm:
+        (output,) = llm.generate(prompt, SamplingParams(max_tokens=8, temperature=0))
+    token_ids = output.outputs[0].token_ids
+    logits = reference_logits(name, output.prompt_token_ids + token_ids, images)
+    first = len(output.prompt_token_ids) - 1
+    assert token_ids == logits[first:-1].argmax(-1).tolist()
