@@ -52,6 +52,10 @@ def test_allowed_tools_are_the_only_ones_that_the_model_sees(server):
         assert (params.structured_outputs is not None) == (mode == "required")
 
 
+def custom(**fields):
+    return {"type": "custom", "custom": fields}
+
+
 def function(**fields):
     return {"type": "function", "function": fields}
 
@@ -59,7 +63,15 @@ def function(**fields):
 @pytest.mark.parametrize(
     ("fields", "parameter"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [custom(name="a b")]}, "tools[0].custom.name"),
+        ({"tools": [custom(name="a", description=5)]}, "tools[0].custom.description"),
+        ({"tools": [custom(name="a", format={"type": "x"})]}, "tools[0].custom.format.type"),
+        (
+            {"tools": [custom(name="a", format={"type": "grammar"})]},
+            "tools[0].custom.format.grammar",
+        ),
         ({"tools": [WEATHER, {"type": "function"}]}, "tools[1].function"),
         ({"tools": [function(name="")]}, "tools[0].function.name"),
         ({"tools": [function(name=5)]}, "tools[0].function.name"),

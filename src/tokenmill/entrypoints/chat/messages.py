@@ -15,6 +15,7 @@ from typing import Any
 from tokenmill.entrypoints.chat.call_forms import call_forms
 from tokenmill.entrypoints.chat.contents import Contents
 from tokenmill.entrypoints.chat.templates import ChatTemplate
+from tokenmill.entrypoints.parsers.custom_calls import CUSTOM_INPUT
 from tokenmill.errors import InvalidRequestError
 
 Message = Mapping[str, Any]
@@ -116,6 +117,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
+    if isinstance(call, Mapping) and call.get("type") == "custom":
+        call, function = _as_function_call(call, f"{where}.custom")
     if not isinstance(function, Mapping):
         raise _invalid(f"{where}.function", "must be an object with name and arguments")
     if not isinstance(function.get("name"), str) or not function["name"]:
@@ -127,6 +130,16 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         **plain(extra, where),
         "function": {"name": function["name"], "arguments": arguments},
     }
+
+
+def _as_function_call(call: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Any]:
+    """(the call of a custom tool without what is special about it, its function)"""
+    custom = call.get("custom")
+    if not isinstance(custom, Mapping) or not isinstance(custom.get(CUSTOM_INPUT), str):
+        raise _invalid(where, "must be an object with name and input")
+    plain_call = {key: value for key, value in call.items() if key not in ("type", "custom")}
+    arguments = {CUSTOM_INPUT: custom[CUSTOM_INPUT]}
+    return plain_call, {"name": custom.get("name"), "arguments": arguments}
 
 
 def _arguments(arguments: Any, where: str) -> dict[str, Any]:

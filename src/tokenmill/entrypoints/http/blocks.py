@@ -5,7 +5,6 @@ The dialects whose answers are lists of such blocks read them here, streamed or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,6 +24,8 @@ class BlockKind(Enum):
     TEXT = "text"
     REASONING = "reasoning"
     CALL = "call"
+    CUSTOM_CALL = "custom call"
+    """Of a tool that takes a text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +43,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        """So far; of a call, its arguments."""
+        """So far; of a call, its arguments or its input."""
         return "".join(self.pieces)
 
 
@@ -74,20 +75,9 @@ BlockEvent = BlockStart | BlockPiece | BlockEnd
 class BlockReader:
     """Reads one answer. A block is open from its start to its end, and no other one meanwhile."""
 
-    def __init__(
-        self,
-        plan: AnswerPlan,
-        *,
-        rewritten: Collection[str] = (),
-        rewrite: Callable[[str], str] = str,
-    ) -> None:
-        """The arguments of calls to functions in `rewritten` come in one piece, as `rewrite` makes
-        it of them.
-        """
+    def __init__(self, plan: AnswerPlan) -> None:
         self._plan = plan
         self._parser = plan.parser() if plan.takes_apart else None
-        self._rewritten = rewritten
-        self._rewrite = rewrite
         self.blocks: list[Block] = []
         self._open: Block | None = None
 
@@ -116,13 +106,13 @@ class BlockReader:
                     self._add(events, BlockKind.TEXT, text)
                 case ReasoningPiece(text):
                     self._add(events, BlockKind.REASONING, text)
-                case CallStart(_, call_id, name):
-                    self._start(events, Block(len(self.blocks), BlockKind.CALL, call_id, name))
+                case CallStart(_, call_id, name, is_custom):
+                    kind = BlockKind.CUSTOM_CALL if is_custom else BlockKind.CALL
+                    self._start(events, Block(len(self.blocks), kind, call_id, name))
                 case CallArguments(_, text):
                     assert self._open is not None  # they follow their call's start
                     self._open.pieces.append(text)
-                    if self._open.name not in self._rewritten:
-                        events.append(BlockPiece(self._open, text))
+                    events.append(BlockPiece(self._open, text))
         return events
 
     def _add(self, events: list[BlockEvent], kind: BlockKind, text: str) -> None:
@@ -144,7 +134,4 @@ class BlockReader:
         if block is None:
             return
         block.ended = ended
-        if block.kind is BlockKind.CALL and block.name in self._rewritten:
-            block.pieces = [self._rewrite(block.text)]
-            events.append(BlockPiece(block, block.pieces[0]))
         events.append(BlockEnd(block))

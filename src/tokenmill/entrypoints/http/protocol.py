@@ -265,24 +265,41 @@ _MESSAGES: dict[str, Any] = {
 }
 
 
+_TOOL_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,256}$"}
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "name": _TOOL_NAME,
+        "description": {"type": ["string", "null"]},
+        "parameters": {"type": ["object", "null"]},
+        "strict": {"type": ["boolean", "null"]},
+    },
+    "required": ["name"],
+}
+_CUSTOM = {
+    "type": "object",
+    "properties": {
+        "name": _TOOL_NAME,
+        "description": {"type": ["string", "null"]},
+        "format": {"type": ["object", "null"]},
+    },
+    "required": ["name"],
+}
 _TOOLS: dict[str, Any] = {
     "maxItems": 1024,
     "items": {
-        "type": "object",
-        "properties": {
-            "type": {"const": "function"},
-            "function": {
+        "anyOf": [
+            {
                 "type": "object",
-                "properties": {
-                    "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,256}$"},
-                    "description": {"type": ["string", "null"]},
-                    "parameters": {"type": ["object", "null"]},
-                    "strict": {"type": ["boolean", "null"]},
-                },
-                "required": ["name"],
+                "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+                "required": ["function"],
             },
-        },
-        "required": ["function"],
+            {
+                "type": "object",
+                "properties": {"type": {"const": "custom"}, "custom": _CUSTOM},
+                "required": ["type", "custom"],
+            },
+        ]
     },
 }
 
@@ -308,7 +325,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     ] = None
     documents: list[dict[str, Any]] | None = None
     tools: Annotated[
-        list[dict[str, Any]] | None, _meta("Functions that the model may call.", **_TOOLS)
+        list[dict[str, Any]] | None,
+        _meta("Functions and custom tools that the model may call.", **_TOOLS),
     ] = None
     tool_choice: Annotated[
         Any, _meta("none, auto, required, or an object that names a function or allows some.")

@@ -109,10 +109,19 @@ class FunctionCall(Struct, kw_only=True):
     """JSON, as the model wrote it."""
 
 
+class CustomCall(Struct, kw_only=True):
+    name: str
+    input: str
+    """Any text."""
+
+
 class ToolCall(Struct, kw_only=True):
+    """A call of a function, or of a custom tool."""
+
     id: str
     type: str = "function"
-    function: FunctionCall
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
 
 
 class ChatMessage(Struct, kw_only=True):

@@ -13,6 +13,7 @@ from tokenmill.entrypoints.http.protocol import ChatCompletionRequest
 from tokenmill.entrypoints.http.response_format import Form
 from tokenmill.entrypoints.http.state import ServerState
 from tokenmill.entrypoints.parsers.answer import AnswerParser
+from tokenmill.entrypoints.parsers.custom_calls import CustomCallParser, custom_parameters
 from tokenmill.entrypoints.parsers.events import Event, ReasoningPiece
 from tokenmill.entrypoints.parsers.grammar import (
     calls_or_json,
@@ -63,6 +64,9 @@ class AnswerPlan:
         self._is_open: bool | None = None
         check_num_values({"tools": fields.tools})
         tools = _read_tools(fields.tools)
+        self.custom = frozenset(tool.name for tool in tools if tool.is_custom)
+        """Names of tools that take a text."""
+        _show_as_functions(fields, tools)
         self._mode, self._tools = _read_choice(fields.tool_choice, tools)
         self._parallel = fields.parallel_tool_calls is not False and self._mode != NAMED
         if self._mode != NAMED:
@@ -119,13 +123,14 @@ class AnswerPlan:
 
     def parser(self) -> AnswerParser:
         """A parser for one answer."""
-        return AnswerParser(
-            tools=self._format,
-            schemas=self._schemas,
-            max_calls=None if self._parallel else 1,
-            reasoning=self._reasoning,
-            is_open=self._is_open,
-        )
+        options: dict[str, Any] = {
+            "tools": self._format,
+            "schemas": self._schemas,
+            "max_calls": None if self._parallel else 1,
+            "reasoning": self._reasoning,
+            "is_open": self._is_open,
+        }
+        return CustomCallParser(self.custom, **options) if self.custom else AnswerParser(**options)
 
     def shown(self, events: list[Event]) -> list[Event]:
         """Those that the client wants."""
@@ -208,6 +213,22 @@ def _why_no_auto(tool_parser: str | None) -> str:
     return "it does not know how this model writes calls; its operator can set --tool-call-parser"
 
 
+def _show_as_functions(fields: ChatCompletionRequest, tools: list[Tool]) -> None:
+    """Custom tools are functions of a text in the prompt."""
+    if any(tool.is_custom for tool in tools):
+        assert fields.tools is not None
+        fields.tools = [
+            _as_function(given["custom"], tool) if tool.is_custom else given
+            for given, tool in zip(fields.tools, tools, strict=True)
+        ]
+
+
+def _as_function(custom: dict[str, Any], tool: Tool) -> dict[str, Any]:
+    described = {"description": custom["description"]} if custom.get("description") else {}
+    function = {"name": tool.name, **described, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
+
+
 def _show_only(fields: ChatCompletionRequest, tools: list[Tool]) -> None:
     """Leave in the request, and so in the prompt, what the choice allows."""
     if fields.tools is not None and len(tools) < len(fields.tools):
@@ -231,20 +252,26 @@ def _read_tools(given: list[dict[str, Any]] | None) -> list[Tool]:
 
 def _read_tool(given: dict[str, Any], place: str) -> Tool:
     kind = given.get("type", "function")
-    if kind != "function":
-        raise _invalid(f"{place}.type", f"is {shown(kind)}; this server knows functions only")
-    function = given.get("function")
+    if kind not in ("function", "custom"):
+        raise _invalid(
+            f"{place}.type", f"is {shown(kind)}; this server knows functions and custom tools"
+        )
+    function = given.get(kind)
     if not isinstance(function, dict):
-        raise _invalid(f"{place}.function", "must be an object with a name")
+        raise _invalid(f"{place}.{kind}", "must be an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or _TOOL_NAME.fullmatch(name) is None:
         raise _invalid(
-            f"{place}.function.name",
+            f"{place}.{kind}.name",
             f"must be a string of 1 to {MAX_NAME_LENGTH} letters, digits and _ - . : /",
         )
     description = function.get("description")
     if description is not None and not isinstance(description, str):
-        raise _invalid(f"{place}.function.description", "must be a string")
+        raise _invalid(f"{place}.{kind}.description", "must be a string")
+    if kind == "custom":
+        pattern = _pattern(function.get("format"), f"{place}.custom.format")
+        schema, is_strict = custom_parameters(pattern), pattern is not None
+        return Tool(name, schema, is_strict, place, is_custom=True)
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise _invalid(f"{place}.function.parameters", "must be an object, a JSON schema")
@@ -252,6 +279,23 @@ def _read_tool(given: dict[str, Any], place: str) -> Tool:
     if strict is not None and not isinstance(strict, bool):
         raise _invalid(f"{place}.function.strict", "must be true or false")
     return Tool(name, parameters, bool(strict), place)
+
+
+def _pattern(form: Any, place: str) -> str | None:
+    """The regular expression that a custom tool's input must match, if there is one."""
+    kind = "text" if form is None else form.get("type") if isinstance(form, dict) else None
+    if kind == "text":
+        return None
+    if kind != "grammar":
+        raise _invalid(f"{place}.type", f"is {shown(kind)}; it must be text or grammar")
+    grammar = form.get("grammar")
+    definition = grammar.get("definition") if isinstance(grammar, dict) else None
+    if not isinstance(definition, str) or grammar.get("syntax") != "regex":
+        raise _invalid(
+            f"{place}.grammar",
+            "must have the syntax regex and a definition; others cannot be enforced within a call",
+        )
+    return definition
 
 
 def _read_choice(choice: Any, tools: list[Tool]) -> tuple[str, list[Tool]]:
@@ -268,15 +312,21 @@ def _read_choice(choice: Any, tools: list[Tool]) -> tuple[str, list[Tool]]:
             raise _invalid("tool_choice", "is 'required', but there are no tools")
         return choice, tools
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else choice.get("name")
-        return NAMED, [_named(name, tools)]
+    if kind in ("function", "custom"):
+        return NAMED, [_named(_name_of(choice), tools)]
     if kind == "allowed_tools":
         return _allowed(choice.get("allowed_tools"), tools)
     raise _invalid(
         "tool_choice", "must be a mode, or an object of type 'function' or 'allowed_tools'"
     )
+
+
+def _name_of(choice: Any) -> Any:
+    """The name in `{"type", type: {"name"}}`, or in its short form without the inner object."""
+    if not isinstance(choice, dict):
+        return None
+    inner = choice.get("custom" if choice.get("type") == "custom" else "function", choice)
+    return inner.get("name") if isinstance(inner, dict) else None
 
 
 def _named(name: Any, tools: list[Tool]) -> Tool:
@@ -293,11 +343,7 @@ def _allowed(allowed: Any, tools: list[Tool]) -> tuple[str, list[Tool]]:
         raise _invalid(
             "tool_choice.allowed_tools", "must have a mode, 'auto' or 'required', and tools"
         )
-    names = []
-    for each in listed:
-        function = each.get("function", each) if isinstance(each, dict) else None
-        names.append(function.get("name") if isinstance(function, dict) else None)
-    wanted = {_named(name, tools).name for name in names}
+    wanted = {_named(_name_of(each), tools).name for each in listed}
     return mode, [tool for tool in tools if tool.name in wanted]
 
 

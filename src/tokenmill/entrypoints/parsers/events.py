@@ -29,14 +29,19 @@ class CallStart:
     index: int
     call_id: str
     name: str
+    is_custom: bool = False
+    """Whether the tool takes a text in place of arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of a call's arguments; joined, they are what the model wrote."""
+    """A piece of a call's arguments; joined, they are what the model wrote. Of a custom tool, its
+    input.
+    """
 
     index: int
     text: str
+    is_custom: bool = False
 
 
 Event = ContentPiece | ReasoningPiece | CallStart | CallArguments

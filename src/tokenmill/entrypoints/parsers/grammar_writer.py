@@ -50,6 +50,8 @@ class Tool:
     strict: bool = False
     place: str = "tools"
     """Its field in the request, for errors."""
+    is_custom: bool = False
+    """Whether its one argument is a text that stands for all of them."""
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def block_of(block: Block) -> dict[str, Any]:
             return {"type": "text", "text": block.text, "citations": None}
         case BlockKind.REASONING:
             return {"type": "thinking", "thinking": block.text, "signature": _SIGNATURE}
-        case BlockKind.CALL:
+        case BlockKind.CALL | BlockKind.CUSTOM_CALL:  # the latter cannot be asked for
             return _call(block, _object(block.text))
 
 
@@ -108,7 +108,7 @@ def _start_event(block: Block) -> bytes:
             empty: dict[str, Any] = {"type": "text", "text": ""}
         case BlockKind.REASONING:
             empty = {"type": "thinking", "thinking": "", "signature": ""}
-        case BlockKind.CALL:
+        case BlockKind.CALL | BlockKind.CUSTOM_CALL:
             empty = _call(block, {})
     data = {"type": "content_block_start", "index": block.index, "content_block": empty}
     return event("content_block_start", _encode(data))

@@ -12,10 +12,17 @@ import msgspec
 
 from tokenmill.entrypoints.http.blocks import Block, BlockEnd, BlockKind, BlockPiece, BlockStart
 from tokenmill.entrypoints.http.replies import TokenLogprob
-from tokenmill.entrypoints.http.responses.output import OutputItems
+from tokenmill.entrypoints.http.responses.output import CALLS, OutputItems
 from tokenmill.entrypoints.http.responses.protocol import ResponseReply
 
 _encode = msgspec.json.encode
+_KINDS = {
+    BlockKind.TEXT: "response.output_text",
+    BlockKind.REASONING: "response.reasoning_text",
+    BlockKind.CALL: "response.function_call_arguments",
+    BlockKind.CUSTOM_CALL: "response.custom_tool_call_input",
+}
+"""What the deltas of a block are called."""
 _NO_LOGPROBS = b',"logprobs":[]}\n\n'
 _END = b"}\n\n"
 
@@ -44,10 +51,10 @@ class ResponseEvents:
         block, items = happened.block, self._items
         item = {"output_index": block.index, "item": items.begun(block)}
         written = self._event("response.output_item.added", item)
-        if block.kind is not BlockKind.CALL:
+        if block.kind not in CALLS:
             part = {**self._place(block), "part": items.part(block, "")}
             written += self._event("response.content_part.added", part)
-        name = f"{self._kind(block)}.delta"
+        name = f"{_KINDS[block.kind]}.delta"
         place = _encode(self._place(block))[1:-1]
         self._head = b'event: %s\ndata: {"type":"%s",%s,"sequence_number":' % (
             name.encode(), name.encode(), place
@@ -64,9 +71,9 @@ class ResponseEvents:
     def end_item(self, happened: BlockEnd) -> bytes:
         """The item is complete, or as complete as it gets."""
         block, items = happened.block, self._items
-        place, kind = self._place(block), self._kind(block)
-        if block.kind is BlockKind.CALL:
-            name = "input" if items.is_custom(block) else "arguments"
+        place, kind = self._place(block), _KINDS[block.kind]
+        if block.kind in CALLS:
+            name = "input" if block.kind is BlockKind.CUSTOM_CALL else "arguments"
             done = {**place, "name": block.name, name: block.text}
             written = self._event(f"{kind}.done", done)
         else:
@@ -79,20 +86,9 @@ class ResponseEvents:
         item = {"output_index": block.index, "item": items.finished(block)}
         return written + self._event("response.output_item.done", item)
 
-    def _kind(self, block: Block) -> str:
-        match block.kind:
-            case BlockKind.TEXT:
-                return "response.output_text"
-            case BlockKind.REASONING:
-                return "response.reasoning_text"
-            case BlockKind.CALL:
-                custom = self._items.is_custom(block)
-                name = "custom_tool_call_input" if custom else "function_call_arguments"
-                return f"response.{name}"
-
     def _place(self, block: Block) -> dict[str, Any]:
         place = {"item_id": self._items.id(block), "output_index": block.index}
-        return place if block.kind is BlockKind.CALL else {**place, "content_index": 0}
+        return place if block.kind in CALLS else {**place, "content_index": 0}
 
     def _event(self, name: str, data: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tokenmill.entrypoints.parsers.custom_calls import CUSTOM_INPUT
 from tokenmill.errors import InvalidRequestError, shown
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -16,8 +17,6 @@ _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "ref
 """Types of parts to the field that has their text."""
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
-CUSTOM_INPUT = "input"
-"""The one argument of a custom tool, as models see it."""
 
 Item = dict[str, Any]
 

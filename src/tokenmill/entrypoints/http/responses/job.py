@@ -34,7 +34,6 @@ from tokenmill.entrypoints.http.responses.output import (
 )
 from tokenmill.entrypoints.http.responses.protocol import ResponseReply, ResponsesRequest
 from tokenmill.entrypoints.http.responses.store import KeptResponse
-from tokenmill.entrypoints.http.responses.tools import custom_input, custom_names
 from tokenmill.entrypoints.http.responses.translation import chat_of
 from tokenmill.entrypoints.http.sse import DONE, Wire, Write
 from tokenmill.entrypoints.http.state import ServerState
@@ -71,8 +70,7 @@ class ResponsesJob(ChatJob):
         self._id = f"resp_{state.new_name()}"
         self._wire = _ResponsesWire(self)
         self._input = given.items
-        self._custom = custom_names(request.tools or [])
-        self.items = OutputItems(self._custom, state.new_name)
+        self.items = OutputItems(state.new_name)
         self.events = ResponseEvents(self.items)
         self.so_far = empty_response(
             request, self._params, id=self._id, created=self._created, model=self._model
@@ -138,7 +136,7 @@ class ResponsesJob(ChatJob):
     ) -> list[BlockStart | BlockPiece | BlockEnd]:
         """Take in an output; what it brings. With the last one, the response is complete."""
         if self._reader is None:
-            self._reader = BlockReader(self.plan, rewritten=self._custom, rewrite=custom_input)
+            self._reader = BlockReader(self.plan)
         reader, reason = self._reader, sequence.finish_reason
         events = reader.push(sequence.text)
         if reason is not None:

@@ -18,28 +18,27 @@ from tokenmill.entrypoints.http.responses.protocol import (
 from tokenmill.entrypoints.http.responses.tools import shown_tools
 from tokenmill.sampling_params import SamplingParams
 
-_PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
+_PREFIXES = {
+    BlockKind.TEXT: "msg",
+    BlockKind.REASONING: "rs",
+    BlockKind.CALL: "fc",
+    BlockKind.CUSTOM_CALL: "ctc",
+}
+CALLS = (BlockKind.CALL, BlockKind.CUSTOM_CALL)
 
 
 class OutputItems:
     """The items of one answer: each block has one, whose id is the same wherever it is told."""
 
-    def __init__(self, custom: frozenset[str], new_name: Callable[[], str]) -> None:
-        """`custom` are the names of custom tools."""
-        self._custom = custom
+    def __init__(self, new_name: Callable[[], str]) -> None:
         self._new_name = new_name
         self._ids: list[str] = []
         self._logprobs: dict[int, list[TokenLogprob]] = {}
 
-    def is_custom(self, block: Block) -> bool:
-        """Whether a block is the call of a custom tool."""
-        return block.kind is BlockKind.CALL and block.name in self._custom
-
     def id(self, block: Block) -> str:
         """That of a block's item."""
         while len(self._ids) <= block.index:
-            prefix = "ctc" if self.is_custom(block) else _PREFIXES[block.kind]
-            self._ids.append(f"{prefix}_{self._new_name()}")
+            self._ids.append(f"{_PREFIXES[block.kind]}_{self._new_name()}")
         return self._ids[block.index]
 
     def add_logprobs(self, block: Block, entries: Sequence[TokenLogprob]) -> None:
@@ -52,14 +51,14 @@ class OutputItems:
 
     def begun(self, block: Block) -> dict[str, Any]:
         """The item of a block that is empty as yet."""
-        if block.kind is BlockKind.CALL:
+        if block.kind in CALLS:
             return self._call(block, "", "in_progress")
         return self._item(block, [], "in_progress")
 
     def finished(self, block: Block) -> dict[str, Any]:
         """The item of a block that has ended."""
         status = "completed" if block.ended else "incomplete"
-        if block.kind is BlockKind.CALL:
+        if block.kind in CALLS:
             return self._call(block, block.text, status)
         return self._item(block, [self.part(block, block.text)], status)
 
@@ -78,7 +77,7 @@ class OutputItems:
 
     def _call(self, block: Block, arguments: str, status: str) -> dict[str, Any]:
         item = {"id": self.id(block), "status": status, "call_id": block.call_id}
-        if self.is_custom(block):
+        if block.kind is BlockKind.CUSTOM_CALL:
             return {**item, "type": "custom_tool_call", "name": block.name, "input": arguments}
         return {**item, "type": "function_call", "name": block.name, "arguments": arguments}
 

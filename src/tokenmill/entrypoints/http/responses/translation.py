@@ -19,6 +19,8 @@ _MAX_METADATA = 16
 _LONGEST_KEY, _LONGEST_VALUE = 64, 512
 _RULES = rules(
     {
+        "tools[i].custom.format.grammar": "tools[i].format",
+        "tools[i].custom": "tools[i]",
         "tools[i].function": "tools[i]",
         "tool_choice.allowed_tools": "tool_choice",
         "response_format.json_schema": "text.format",
