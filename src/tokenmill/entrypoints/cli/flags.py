@@ -83,13 +83,14 @@ def sampling_flags(name: str, without: Collection[str]) -> type:
     return _flag_class(name, SamplingParams, dict.fromkeys(names))
 
 
-def option_flags(owner: type) -> type:
-    """A dataclass of all fields of the dataclass `owner`, as flags."""
+def option_flags(owner: type, *, only: Collection[str] | None = None) -> type:
+    """A dataclass of the fields of the dataclass `owner`, of all or `only` of these, as flags."""
     defaults = {
         each.name: each.default
         if each.default_factory is dataclasses.MISSING
         else each.default_factory()
         for each in dataclasses.fields(owner)
+        if only is None or each.name in only
     }
     return _flag_class(f"{owner.__name__}Flags", owner, defaults)
 

@@ -38,6 +38,7 @@ _COMMANDS = (
     ("generate", "generate:app", "Continue prompts."),
     ("serve", "serve:app", "Serve a model over HTTP."),
     ("route", "route:app", "One address in front of several servers, by prefix and load."),
+    ("run-batch", "run_batch:app", "Answer a file of requests."),
     ("models", "models:app", "List, fetch and remove models."),
     (
         "inspect",
