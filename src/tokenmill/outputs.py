@@ -168,6 +168,8 @@ class RequestOutput:
     """One entry per prompt token, None for the first, which nothing predicts."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+    num_external_tokens: int = 0
+    """Of these, tokens whose KV was loaded from outside the pool (see docs/kv-transfer.md)."""
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
     lora_request: LoRARequest | None = None
     """The adapter that it runs with."""

@@ -176,6 +176,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """The stop id that ended the request."""
     error: str | None = None
     num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    """Of these, tokens whose KV was loaded from outside the pool."""
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
     pooled: TensorData | None = None

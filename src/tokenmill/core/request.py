@@ -290,6 +290,7 @@ class Request:
             finish_reason=None if self.status is _RUNNING else self.finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=self.num_cached_tokens,
+            num_external_tokens=self.num_external_tokens,
             first_scheduled_time=self.first_scheduled_time,
             num_preemptions=self.num_preemptions,
             num_draft_tokens=self.num_draft_tokens,

@@ -23,10 +23,11 @@ def take_kv_params(
 
     Raises `InvalidRequestError` for what makes no sense, or is not for this engine.
     """
-    if params.extra_args is None or KV_PARAMS not in params.extra_args:
+    extra = getattr(params, "extra_args", None)  # of what they are is checked behind this
+    if not extra or KV_PARAMS not in extra:
         return {}, params
-    rest = {name: value for name, value in params.extra_args.items() if name != KV_PARAMS}
-    given = params.extra_args[KV_PARAMS]
+    rest = {name: value for name, value in extra.items() if name != KV_PARAMS}
+    given = extra[KV_PARAMS]
     if given is not None and not isinstance(given, dict):
         raise _refusal(f"{shown(given)} must be an object")
     params = params.replace(extra_args=rest or None)

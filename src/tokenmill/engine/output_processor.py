@@ -68,7 +68,7 @@ class _Sequence:
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self._has_form = params.structured_outputs is not None
         self._end_ids = frozenset((request.eos_token_id, *request.stop_token_ids))
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_external_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -90,6 +90,7 @@ class _Sequence:
         if self.metrics.first_scheduled_time is None:  # in another core it is scheduled anew
             self.metrics.first_scheduled_time = output.first_scheduled_time
             self.num_cached_tokens = output.num_cached_tokens
+            self.num_external_tokens = output.num_external_tokens
         self.metrics.num_preemptions = self._before.num_preemptions + output.num_preemptions
         if output.num_draft_tokens:
             self.metrics.num_draft_tokens = self._before.num_draft_tokens + output.num_draft_tokens
@@ -278,6 +279,7 @@ class OutputProcessor:
                 shown[0].logprobs.prompt_positions if shown[0].prompt_logprobs_news() else None
             ),
             num_cached_tokens=first.num_cached_tokens,
+            num_external_tokens=first.num_external_tokens,
             metrics=_merged([sequence.metrics for sequence in shown]),
             lora_request=user.lora_request,
             pooled=first.pooled,

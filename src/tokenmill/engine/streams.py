@@ -64,6 +64,8 @@ def merge(first: RequestOutput, then: RequestOutput, *, delta: bool) -> None:
     first.finished = then.finished
     first.prompt_logprobs = first.prompt_logprobs or then.prompt_logprobs
     first.num_cached_tokens = then.num_cached_tokens
+    first.num_external_tokens = then.num_external_tokens
+    first.kv_transfer_params = then.kv_transfer_params
     # Of one sequence the later times say all; of several, each output has those of its own.
     one = len(first.outputs) == 1
     first.metrics = then.metrics if one else _merged_metrics(first.metrics, then.metrics)

@@ -60,7 +60,7 @@ class PrefixCacheStats:
 
     def record(self, computed: ComputedBlocks, num_external_tokens: int = 0) -> None:
         self.num_queried_tokens += computed.num_queried_tokens
-        self.num_hit_tokens += max(computed.num_tokens - num_external_tokens, 0)
+        self.num_hit_tokens += computed.num_tokens - num_external_tokens
 
 
 class KVCacheManager:
@@ -203,6 +203,7 @@ class KVCacheManager:
         """Note that a request is admitted for the first time, and what was found for it."""
         request.first_scheduled_time = now
         request.num_cached_tokens = computed.num_tokens
+        request.num_external_tokens = min(request.num_external_tokens, computed.num_tokens)
         self.prefix_cache_stats.record(computed, request.num_external_tokens)
 
     def request_finished(self, request: Request, *, is_last: bool) -> None:

@@ -182,6 +182,7 @@ class _EngineMetrics:
         self._prompt_cached = families.prompt_cached.labels(*labels)
         self._computed_tokens = families.by_source.labels(*labels, "local_compute")
         self._cached_tokens = families.by_source.labels(*labels, "local_cache_hit")
+        self._loaded_tokens = families.by_source.labels(*labels, "external_kv_transfer")
         self._success = {
             reason: families.success.labels(*labels, reason) for reason in FINISH_REASONS
         }
@@ -204,7 +205,8 @@ class _EngineMetrics:
         num_computed = progress.num_prompt_tokens - progress.num_cached_tokens
         self._prompt_tokens.inc(progress.num_prompt_tokens)
         self._prompt_cached.inc(progress.num_cached_tokens)
-        self._cached_tokens.inc(progress.num_cached_tokens)
+        self._cached_tokens.inc(progress.num_cached_tokens - progress.num_external_tokens)
+        self._loaded_tokens.inc(progress.num_external_tokens)
         self._computed_tokens.inc(num_computed)
         self._prompt_lengths.observe(progress.num_prompt_tokens)
         self._computed.observe(num_computed)

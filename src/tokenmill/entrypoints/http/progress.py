@@ -30,6 +30,7 @@ class Progress:
         "hides_output",
         "last_token_time",
         "num_cached_tokens",
+        "num_external_tokens",
         "num_output_tokens",
         "num_prompt_tokens",
         "params",
@@ -44,7 +45,7 @@ class Progress:
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         """Of all `n` sequences."""
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_external_tokens = 0
         self.data_parallel_rank = 0
         """The replica that computes it."""
         self.arrival_time: float | None = None
@@ -74,6 +75,7 @@ class Progress:
             self.first_scheduled_time = metrics.first_scheduled_time
             self.first_token_time = metrics.first_token_time
             self.num_cached_tokens = output.num_cached_tokens
+            self.num_external_tokens = output.num_external_tokens
             self.data_parallel_rank = output.data_parallel_rank
         self.previous_token_time = self.last_token_time
         self.last_token_time = metrics.last_token_time

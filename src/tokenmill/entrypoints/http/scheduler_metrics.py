@@ -36,6 +36,18 @@ _COUNTERS: _Rows = (
     ("num_preemptions", lambda s: s.num_preemptions, "Times that a sequence lost its blocks."),
     ("corrupted_requests", lambda s: s.num_errors, "Sequences that failed in the engine."),
 )
+_EXTERNAL_COUNTERS: _Rows = (
+    (
+        "external_prefix_cache_queries",
+        lambda s: s.external_prefix_cache_queries,
+        "Prompt tokens looked up outside the pool.",
+    ),
+    (
+        "external_prefix_cache_hits",
+        lambda s: s.external_prefix_cache_hits,
+        "Of these, tokens whose KV was loaded.",
+    ),
+)
 _DRAFT_COUNTERS: _Rows = (
     ("spec_decode_num_drafts", lambda s: s.num_drafts, "Steps that checked drafts."),
     ("spec_decode_num_draft_tokens", lambda s: s.num_draft_tokens, "Drafts checked."),
@@ -60,7 +72,8 @@ class SchedulerCollector(Collector):
         drafts = _DRAFT_COUNTERS if engine.config.speculation is not None else ()
         for name, value_of, text in _GAUGES:
             yield self._filled(GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS), value_of)
-        for name, value_of, text in (*_COUNTERS, *drafts):
+        external = _EXTERNAL_COUNTERS if engine.config.kv_transfer is not None else ()
+        for name, value_of, text in (*_COUNTERS, *external, *drafts):
             yield self._filled(CounterMetricFamily(f"vllm:{name}", text, labels=LABELS), value_of)
         if engine.images is not None:
             yield from self._images(engine.images)
