@@ -54,6 +54,18 @@ def test_requests_go_where_their_prefix_is():
     asyncio.run(main())
 
 
+def test_replicas_divide_the_processors():
+    async def main():
+        async with serving(data_parallel_size=2) as llm:
+            ours = os.sched_getaffinity(0)
+            shares = [os.sched_getaffinity(pid) for pid in llm.core_pids]
+            assert set.union(*shares) == ours
+            assert len(ours) < 2 or not set.intersection(*shares)
+            assert llm.config.num_threads <= max(len(ours) // 2, 1)
+
+    asyncio.run(main())
+
+
 def test_a_burst_is_divided_and_a_rank_may_be_asked_for(monkeypatch):
     monkeypatch.setenv(STEP_SECONDS, "0.01")
 

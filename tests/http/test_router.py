@@ -530,3 +530,37 @@ def test_what_a_prefill_backend_has_against_a_request_is_the_answer():
         reply = router.post("/v1/completions", {"prompt": "a"})
         assert (reply.status, reply.error["message"]) == (400, "no")
         assert second.requests == []
+
+
+def test_what_is_about_a_response_goes_to_its_backend():
+    def makes(name):
+        def behave(head, body, writer):
+            made = {"by": name, "object": "response", "id": f"resp_{name}"}
+            writer.write(answer(json.dumps(made).encode()))
+
+        return behave
+
+    def streams(head, body, writer):
+        event = b'data: {"type": "response.created", "response": {"id": "resp_streamed"}}\n\n'
+        writer.write(answer(event + b"data: x\n\n" * 4096, content_type="text/event-stream"))
+
+    with (
+        RawBackend(makes("a")) as first,
+        RawBackend(makes("b")) as second,
+        LiveRouter(first.url, second.url, policy="round_robin") as router,
+    ):
+        assert [who(router.post("/v1/responses", {})) for _ in range(2)] == ["a", "b"]
+        for name in ("b", "b", "a", "b"):
+            assert who(router.get(f"/v1/responses/resp_{name}")) == name
+            assert who(router.post(f"/v1/responses/resp_{name}/cancel", {})) == name
+            follow_up = {"previous_response_id": f"resp_{name}"}
+            assert who(router.post("/v1/responses", follow_up)) == name
+        second.behave = streams
+        for _ in range(2):
+            router.post("/v1/responses", {"stream": True})
+        second.behave = makes("b")
+        for _ in range(3):
+            assert who(router.get("/v1/responses/resp_streamed")) == "b"
+        second.is_well = False
+        router.wait_until(lambda: not router.state.backends[1].is_available)
+        assert who(router.get("/v1/responses/resp_b")) == "a"

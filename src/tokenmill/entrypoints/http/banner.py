@@ -26,6 +26,8 @@ def banner(config: EngineConfig, names: tuple[str, ...], address: str, seconds: 
         ),
         "address": f"{address} (interface: /docs)",
     }
+    if config.data_parallel_size > 1:
+        rows = {"replicas": f"{config.data_parallel_size}, each with what follows", **rows}
     lines = [f"tokenmill {tokenmill.__version__} is ready after {seconds:.1f} s"]
     lines += [f"  {name:<12} {text}" for name, text in rows.items()]
     return "\n".join(lines)

@@ -163,7 +163,7 @@ class _Client:
         target = self._scope.get("raw_path") or self._scope["path"].encode()
         root = self._scope.get("root_path", "").encode()
         target = target.removeprefix(root) + (b"?" + query if query else b"")
-        keys = read_keys(body, headers, args.session_header)
+        keys = read_keys(body, headers, args.session_header, self._path)
         return Inbound(self._scope["method"].encode("ascii"), target, headers, body, keys)
 
     async def _body(self) -> bytes:

@@ -21,6 +21,7 @@ from tokenmill.entrypoints.router.backend import Role
 from tokenmill.entrypoints.router.exchange import Exchange, Inbound, WholeAnswer, send_whole
 from tokenmill.entrypoints.router.state import NoBackendError, RouterState
 from tokenmill.entrypoints.router.upstream import Answer, UpstreamError
+from tokenmill.errors import ModelNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ async def _prefilled(exchange: Exchange) -> WholeAnswer | None:
 
     try:
         await exchange.ask(Role.PREFILL, take)
-    except (UpstreamError, NoBackendError) as error:
+    except (UpstreamError, NoBackendError, ModelNotFoundError) as error:
         logger.warning("no prefill backend computes a prompt: %s", error)
     if answers and answers[0].status >= 500:
         logger.warning("a prefill backend has answered with status %d", answers[0].status)

@@ -12,6 +12,7 @@ from tokenmill.entrypoints.http.auth import Headers
 from tokenmill.entrypoints.http.record import RequestRecord
 from tokenmill.entrypoints.router.backend import AGAIN_ELSEWHERE, Backend, Role, retry_after_of
 from tokenmill.entrypoints.router.policies import Pick
+from tokenmill.entrypoints.router.responses import PATH, IdReader
 from tokenmill.entrypoints.router.routing_keys import RoutingKeys
 from tokenmill.entrypoints.router.state import RouterState
 from tokenmill.entrypoints.router.upstream import (
@@ -67,6 +68,7 @@ class Exchange:
         self._record = record
         self._inbound = inbound
         self._send = send
+        self._makes_response = record.path.endswith(PATH) and inbound.method == b"POST"
         self.backend: Backend | None = None
         """Who has it, or had it last."""
 
@@ -152,7 +154,11 @@ class Exchange:
 
     async def _pass_on(self, answer: Answer) -> None:
         await self._send(start_message(answer.status, answer.headers))
+        reader = IdReader() if self._makes_response and answer.status == 200 else None
         async for piece in answer.pieces():
+            if reader is not None and (found := reader.read(piece)) is not None:
+                assert self.backend is not None
+                self._state.picker.responses.note(found, self.backend.index)
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 

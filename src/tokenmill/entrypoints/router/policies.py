@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from tokenmill.config.route_args import RouteArgs
 from tokenmill.engine.prefix_index import PrefixBalancer
 from tokenmill.entrypoints.router.backend import Backend
+from tokenmill.entrypoints.router.responses import ResponseOwners
 from tokenmill.entrypoints.router.routing_keys import BLOCKS_PER_LOAD, RoutingKeys
 
-REASONS = ("prefix", "load", "session", "turn", "only")
+REASONS = ("prefix", "load", "session", "turn", "response", "only")
 """Why a backend was chosen: it had some of the prompt, it had the least to do, it has the session,
-it was its turn, or there was no other one.
+it was its turn, it has kept the response that a request is about, or there was no other one.
 """
 
 
@@ -33,6 +34,7 @@ class Picker:
     def __init__(self, args: RouteArgs, num_backends: int) -> None:
         self._policy = args.policy
         self._num_turns = 0
+        self.responses = ResponseOwners()
         self._balancer = PrefixBalancer(
             num_backends,
             max_blocks=args.max_index_blocks if args.policy == "prefix" else 0,
@@ -59,6 +61,9 @@ class Picker:
 
     def _pick(self, keys: RoutingKeys, able: Sequence[Backend]) -> Pick:
         by_index = {each.index: each for each in able}
+        keeper = self.responses.owner(keys.response)
+        if keeper in by_index:
+            return Pick(by_index[keeper], "response")
         if self._policy == "round_robin":
             turn, self._num_turns = self._num_turns, self._num_turns + 1
             return Pick(able[turn % len(able)], "turn")

@@ -13,6 +13,7 @@ import msgspec
 
 from tokenmill.engine.prefix_index import prefix_keys
 from tokenmill.entrypoints.http.auth import Headers
+from tokenmill.entrypoints.router.responses import id_in_path
 
 BLOCK_BYTES = 128
 """Of a prompt's JSON, about 32 tokens of text."""
@@ -33,26 +34,30 @@ class RoutingKeys:
 
     model: str | None = None
     session: str | None = None
+    response: str | None = None
+    """An earlier response that it is about."""
     blocks: tuple[bytes, ...] = ()
     """Keys of the prompt's pieces (`engine.prefix_index`)."""
 
 
-def read_keys(body: bytes, headers: Headers, session_header: str) -> RoutingKeys:
+def read_keys(body: bytes, headers: Headers, session_header: str, path: str = "") -> RoutingKeys:
     """Of a body that need not be JSON: then nothing is known; the backend says what is wrong."""
     session = next(
         (v.decode("latin-1") for n, v in headers if n == session_header.encode("ascii")), None
     )
+    response = id_in_path(path)
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return RoutingKeys(session=session)
+        return RoutingKeys(session=session, response=response)
     for name in _SESSIONS:
         session = session or _text(fields.get(name))
     root = hashlib.blake2b(b"\0".join(bytes(fields.get(name, b"")) for name in _BEFORE)).digest()
     prompt = next((fields[name] for name in _PROMPTS if name in fields), b"")
     limit = BLOCK_BYTES * _MOST_BLOCKS
     blocks = prefix_keys(bytes(memoryview(prompt)[:limit]), BLOCK_BYTES, root=root)
-    return RoutingKeys(_text(fields.get("model")), session, tuple(blocks))
+    response = response or _text(fields.get("previous_response_id"))
+    return RoutingKeys(_text(fields.get("model")), session, response, tuple(blocks))
 
 
 def _text(raw: msgspec.Raw | None) -> str | None:

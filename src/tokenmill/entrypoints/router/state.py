@@ -65,7 +65,7 @@ class RouterState:
         """Raise `UnavailableError` if a request would be refused for lack of backends."""
         if self.draining:
             raise UnavailableError("the router is stopping and takes no more requests.")
-        for role in {each.role for each in self.backends}:
+        for role in {each.role for each in self.backends} - {Role.PREFILL}:  # which others can do
             if not any(each.is_available for each in self.backends if each.role is role):
                 raise self.no_backend([each for each in self.backends if each.role is role])
 

@@ -338,11 +338,13 @@ class Upstream:
         return made
 
     def _give_back(self, connection: _Connection) -> None:
-        if connection.is_reusable and len(self._idle) < _MAX_IDLE:
-            connection.has_served = True
-            self._idle.append(connection)
-        else:
+        if not connection.is_reusable:
             connection.abort()
+            return
+        connection.has_served = True
+        self._idle.append(connection)
+        if len(self._idle) > _MAX_IDLE:
+            self._idle.popleft().abort()
 
 
 async def _in_time(waiting: Awaitable[T], seconds: float) -> T:
