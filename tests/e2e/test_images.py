@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.adapters import write_adapter
 from helpers.vision_families import VISION_FAMILIES, VisionFamily
-from helpers.vision_models import family_of, picture, reference_logits, saved
+from helpers.vision_models import family_of, picture, reference, reference_logits, saved
 from tokenmill import LLM, RequestOutput, SamplingParams
 from tokenmill.contracts.request import EngineCoreRequest, MultiModalFeature
 from tokenmill.engine.input_processor import child_seed
+from tokenmill.errors import AdapterError
+from tokenmill.lora_request import LoRARequest
 
 FAMILIES = ["llava", "smolvlm", "qwen2-vl"]
 """All placeholders take embeddings; some are tokens; tokens have three positions."""
@@ -156,7 +160,6 @@ def test_preempted(name: str) -> None:
     [
         {"async_scheduling": True},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        {"kv_cache_dtype": "auto", "enable_lora": True},
         {"enable_chunked_prefill": False, "max_num_encoder_input_tokens": 1},
     ],
     ids=lambda settings: next(iter(settings)),
@@ -196,6 +199,36 @@ def test_a_form_behind_an_image(name: str) -> None:
     with engine(name) as llm:
         (output,) = llm.generate(prompts(name)[0], form)
     assert re.fullmatch("(cat|dog) and (fox|hen)", output.outputs[0].text)
+
+
+@over_families
+def test_adapters_change_the_decoder_beside_images(name: str, tmp_path: Path) -> None:
+    decoder = reference(name).model
+    decoder = getattr(decoder, "language_model", None) or decoder.text_model
+    prefix = "base_model.model.model.language_model."
+    path = write_adapter(tmp_path / "a", decoder, targets=("q_proj", "down_proj"), prefix=prefix)
+    adapter = LoRARequest("a", str(path))
+    given = [adapter, None] * 3
+    with engine(name, enable_lora=True, enable_prefix_caching=False) as llm:
+        apart = [
+            result
+            for prompt, each, lora in zip(prompts(name), params(name), given, strict=True)
+            for result in results(llm.generate(prompt, each, lora_request=lora))
+        ]
+        assert results(llm.generate(prompts(name), params(name), lora_request=given)) == apart
+    assert apart[1::2] == alone(name)[1::2]
+    assert all(one != other for one, other in zip(apart[::2], alone(name)[::2], strict=True))
+    with engine(name, enable_lora=True, max_num_batched_tokens=7, max_num_seqs=4) as llm:
+        assert results(llm.generate(prompts(name), params(name), lora_request=given)) == apart
+
+
+def test_adapters_of_a_tower_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "a", reference("llava"), targets=("q_proj",))
+    with (
+        engine("llava", enable_lora=True) as llm,
+        pytest.raises(AdapterError, match=r"cannot be adapted: .*vision_tower"),
+    ):
+        llm.generate("x", lora_request=LoRARequest("a", str(path)))
 
 
 def encoder_of(llm: LLM) -> Any:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from tokenmill.checkpoint.nested_config import canonical_name
 from tokenmill.config.engine_config import LoRAConfig
 from tokenmill.errors import AdapterError, did_you_mean
 from tokenmill.features.lora.peft import AdapterSettings, read_settings, weights_file
@@ -144,10 +145,11 @@ class AdapterReader:
 
     def _known(self, module: str) -> str | None:
         """What the model calls it."""
-        for prefix in _PREFIXES:
-            for name in (prefix + module, module.removeprefix(prefix)):
-                if name in self._places:
-                    return name
+        for given in (module, canonical_name(module)):
+            for prefix in _PREFIXES:
+                for name in (prefix + given, given.removeprefix(prefix)):
+                    if name in self._places:
+                        return name
         return None
 
     def _change(
