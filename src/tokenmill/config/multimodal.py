@@ -16,6 +16,8 @@ from tokenmill.errors import ConfigError, did_you_mean, shown
 MODALITIES = ("image",)
 MAX_IMAGES = 16
 """Of one prompt, unless somebody sets another number."""
+MAX_IMAGE_PIXELS = 1 << 27
+"""Pillow itself takes somewhat more."""
 _DOMAIN = re.compile(r"(\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*)(:\d{1,5})?")
 
 
@@ -41,11 +43,14 @@ def resolve_multimodal(args: EngineArgs) -> MultiModalConfig:
     gigabytes = args.mm_processor_cache_gb
     if not (math.isfinite(gigabytes) and gigabytes >= 0):
         raise ConfigError(f"mm_processor_cache_gb={shown(gigabytes)} must be 0 or more.")
+    pixels = at_least("max_image_pixels", args.max_image_pixels, 1)
+    if pixels > MAX_IMAGE_PIXELS:
+        raise ConfigError(f"max_image_pixels={pixels} must be at most {MAX_IMAGE_PIXELS}.")
     return MultiModalConfig(
         max_images=_max_images(args.limit_mm_per_prompt),
         processor_options=args.mm_processor_kwargs,
         cache_bytes=int(gigabytes * 2**30),
-        max_image_pixels=at_least("max_image_pixels", args.max_image_pixels, 1),
+        max_image_pixels=pixels,
         local_path=_local_path(args.allowed_local_media_path),
         domains=_domains(args.allowed_media_domains),
     )

@@ -23,7 +23,7 @@ from tokenmill.features.multimodal.decoding import (
 LIMIT = 1 << 20
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 2000), (2000, 1), (3, 7), (641, 479)])
+@pytest.mark.parametrize("size", [(1, 1), (1, 2000), (2000, 1), (3, 7), (61, 47)])
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_b114_sizes(size, format):
     image = decode_image(as_file(picture(*size), format), LIMIT)

@@ -40,12 +40,12 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
     """
     pillow = _pillow()
     check_file_size(len(data))
-    with _refusals():
+    with _refusals(max_pixels):
         image = pillow.open(io.BytesIO(data), formats=_FORMATS)
     _check_size(image.width, image.height, max_pixels)
     if image.format in ("JPEG", "MPO") and data.count(_START_OF_SCAN) > _MAX_SCANS:
         raise refused(f"the JPEG file has more than {_MAX_SCANS} scans; save it again")
-    with _refusals():
+    with _refusals(max_pixels):
         image.load()
     return normalise_image(image, max_pixels)
 
@@ -61,7 +61,7 @@ def normalise_image(image: Image, max_pixels: int) -> Image:
         raise refused(
             "the image has mode F, whose values have no known range; convert it to RGB first"
         )
-    with _refusals():
+    with _refusals(max_pixels):
         turn = _turn(image)
         image = _to_rgb(image)
         return image if turn is None else image.transpose(turn)
@@ -112,7 +112,7 @@ def _pillow() -> Any:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals(max_pixels: int) -> Iterator[None]:
     """Turns what pillow raises on damaged files into errors of the request."""
     from PIL import Image, UnidentifiedImageError
 
@@ -121,7 +121,7 @@ def _refusals() -> Iterator[None]:
     except UnidentifiedImageError:
         raise refused(f"the data is no image that can be read; send {_SHOWN_FORMATS}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise refused("the image has far too many pixels") from None
+        raise _too_large("far", max_pixels) from None
     except Exception as error:  # decoders raise whatever they stumble over
         raise refused(f"the image cannot be decoded ({shown(error)})") from error
 
@@ -130,10 +130,13 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
     if width < 1 or height < 1:
         raise refused(f"the image has {width} x {height} pixels; it needs at least one")
     if width * height > max_pixels:
-        raise refused(
-            f"the image has {width} x {height} pixels, more than {max_pixels} (max_image_pixels);"
-            f" send a smaller one"
-        )
+        raise _too_large(f"{width} x {height} pixels,", max_pixels)
+
+
+def _too_large(size: str, max_pixels: int) -> InvalidRequestError:
+    return refused(
+        f"the image has {size} more than {max_pixels} pixels (max_image_pixels); send a smaller one"
+    )
 
 
 def _turn(image: Image) -> Any:
