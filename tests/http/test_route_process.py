@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -12,10 +13,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import pytest
+
 from helpers.cli import run_cli
+from helpers.exposition import families, value
 from helpers.fake_engine import FakeEngine, Script
 from helpers.live_router import LiveRouter
 from helpers.live_server import Client, LiveServer, chunks_of
+from helpers.serve_process import ServeProcess
 from tokenmill.entrypoints.bench.load import measure_load
 from tokenmill.entrypoints.bench.load_options import LoadOptions
 
@@ -97,3 +102,24 @@ def test_bench_serve_measures_what_is_behind_a_router():
         assert report.num_output_tokens == 8 * 8
         assert first.engine.calls
         assert second.engine.calls
+
+
+@pytest.mark.slow
+def test_prompts_here_and_tokens_there_are_the_tokens_of_one_server():
+    producer = json.dumps({"kv_connector": "TCPConnector", "kv_role": "kv_producer"})
+    consumer = json.dumps({"kv_connector": "TCPConnector", "kv_role": "kv_consumer"})
+    with (
+        ServeProcess("--kv-transfer-config", producer, "--data-parallel-size", "2") as first,
+        ServeProcess("--kv-transfer-config", consumer) as second,
+    ):
+        prefill, decode = first.wait_until_ready(), second.wait_until_ready()
+        prompts = [f"{number} foxes and a dog. " * 10 for number in range(4)]
+        fields = {"max_tokens": 20, "temperature": 0}
+        alone = [first.client().complete(prompt=p, **fields).json["choices"] for p in prompts]
+        with LiveRouter(prefill=[prefill], decode=[decode]) as router:
+            paired = [router.complete(prompt=p, **fields).json["choices"] for p in prompts]
+            chat = router.chat(stream=True, **fields)
+            assert chunks_of(chat)[-1]["choices"][0]["finish_reason"] == "length"
+        assert paired == alone
+        found = families(second.client())
+        assert value(found, "vllm:external_prefix_cache_hits_total") >= 4 * 32
