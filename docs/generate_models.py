@@ -58,6 +58,24 @@ Steps are direct, and the residual stream has the model's dtype, so a native fam
 """
 
 
+VISION = """
+## Models that take images
+
+A tower makes embeddings of an image, and a decoder, one of the families above, reads them in the place of tokens. [images.md](images.md) says how to send images. The table is made from `tests/helpers/vision_families.py`; `tests/models/test_vision.py`, `test_vision_engine.py` and `tests/unit/multimodal/test_processors.py` run over it, on small random weights that transformers has saved:
+
+- the pixels that a tower sees and the tokens around them are those of transformers' processors (on pillow), bit by bit;
+- embeddings in float32 are within 5e-5 of transformers', on the native kernels and on torch's, and tensors are found under the names of hubs' older files as well as of newer ones;
+- greedy tokens of prompts with images are transformers', in a batch, with prompts and images cut into pieces, and from the cache; a request has the same bits however it is run, in float32 and bfloat16.
+
+| family | models | architecture | an image becomes | decoders | not supported |
+|---|---|---|---|---|---|
+"""
+
+VISION_TAIL = """
+Text alone runs as on the decoder alone, at its speed: steps are recorded, and `--quantization`, quantised checkpoints, `tokenmill quantize` and adapters change the decoder. The tower keeps the model's dtype. An image is encoded by itself, when a step first reaches it, so its embeddings depend on nothing else; the tower's matrices and attention run on the native kernels. Gemma 3 with its tower (`Gemma3ForConditionalGeneration`) answers texts, and refuses images: their tokens see each other in both directions, which the kernels' attention to a growing text cannot express.
+"""
+
+
 POOLING = """
 ## Models that pool
 
@@ -78,6 +96,9 @@ def render() -> str:
         + BACKEND
         + "".join(map(library_row, _listed("transformers_families.py", "LIBRARY_FAMILIES")))
         + BACKEND_TAIL
+        + VISION
+        + "".join(vision_row(each) for each in _listed("vision_families.py", "VISION_FAMILIES"))
+        + VISION_TAIL
         + POOLING
         + "".join(map(encoder_row, encoders))
     )
@@ -97,6 +118,21 @@ def library_row(family: Any) -> str:
     """One line of the table of models on transformers' code."""
     models = family.models or "native; on request"
     return f"| {family.name} | {models} | `{family.architecture}` | {family.tests} |\n"
+
+
+def vision_row(family: Any) -> str:
+    """One line of the table of models that take images; nothing for a variant of another."""
+    if not family.models:
+        return ""
+    columns = [
+        family.name,
+        family.models,
+        f"`{family.architecture}`",
+        family.images,
+        family.decoders,
+        family.not_supported,
+    ]
+    return f"| {' | '.join(columns)} |\n"
 
 
 def encoder_row(family: Any) -> str:

@@ -102,7 +102,7 @@ FAMILIES = [
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
         gguf="qwen2",
-        not_supported="MRoPE (the vision models), dual chunk attention",
+        not_supported="dual chunk attention",
     ),
     Family("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 64}, gguf="qwen3"),
     Family(

@@ -8,6 +8,7 @@ import importlib
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from torch.nn import functional
 
 from helpers.models import model_config
 from helpers.tiny_text import EOS, tiny_tokenizer
@@ -141,6 +143,37 @@ def reference_pixels(name: str, image: Image.Image, **options: Any) -> np.ndarra
     np.testing.assert_array_equal(grid[..., 0, :, :], grid[..., 1, :, :])
     in_place = grid[..., 0, :, :].transpose(4, 0, 2, 5, 1, 3, 6)
     return in_place.reshape(1, 3, rows * patch, columns * patch)
+
+
+@torch.inference_mode()
+def reference_logits(name: str, ids: list[int], images: Sequence[Image.Image]) -> torch.Tensor:
+    """transformers' for a prompt with placeholders and what follows it: [len(ids), vocab_size]."""
+    inputs: dict[str, torch.Tensor] = {}
+    if images:
+        each = [reference_processor(name)(image, return_tensors="pt") for image in images]
+        for key in ("pixel_values", "image_grid_thw", "image_sizes"):
+            if key in each[0]:
+                inputs[key] = _joined([torch.as_tensor(one[key]) for one in each])
+    ids = torch.tensor([ids])
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = (ids == reference(name).config.image_token_id).int()
+    found: torch.Tensor = reference(name)(ids, **inputs).logits[0]
+    return found
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Images behind one another; smaller ones are filled up with zeros, as processors do."""
+    if tensors[0].ndim == 5:  # [prompts, images, channels, height, width]
+        return torch.cat(tensors, dim=1)
+    edges = [max(tensor.shape[axis] for tensor in tensors) for axis in (-2, -1)]
+    if tensors[0].ndim < 4:
+        return torch.cat(tensors)
+    return torch.cat(
+        [
+            functional.pad(each, (0, edges[1] - each.shape[-1], 0, edges[0] - each.shape[-2]))
+            for each in tensors
+        ]
+    )
 
 
 @torch.inference_mode()

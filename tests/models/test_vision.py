@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from helpers.models import PagedRun
-from helpers.vision_families import VISION_FAMILIES, VisionFamily
+from helpers.tiny_text import write_tokenizer
+from helpers.vision_families import TEXT, VISION_FAMILIES, VisionFamily
 from helpers.vision_models import (
     load,
     picture,
@@ -32,7 +34,7 @@ from tokenmill.checkpoint.nested_config import is_of_tower
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config.resolve import apply_overrides
 from tokenmill.contracts.request import MultiModalFeature, TensorData
-from tokenmill.errors import CheckpointError, ConfigError
+from tokenmill.errors import CheckpointError, ConfigError, InvalidRequestError
 from tokenmill.features.multimodal.processing import ProcessedImage
 from tokenmill.kernels import native
 from tokenmill.layers.plain import PlainKernels
@@ -71,11 +73,10 @@ def test_the_same_bits_again_and_with_other_threads(family: VisionFamily, dtype:
             model.encode("image", other)
             set_num_threads(3, 2)
             again = model.encode("image", first)
-            embedding = model.embed_input_ids(torch.tensor([3], dtype=torch.int32))
     finally:
         set_num_threads(*before)
     assert torch.equal(alone, again)
-    assert alone.dtype == embedding.dtype
+    assert alone.dtype == getattr(torch, dtype)
 
 
 def set_num_threads(of_torch: int, of_kernels: int) -> None:
@@ -170,14 +171,15 @@ def test_frequencies_go_by_one_of_three_positions(name: str) -> None:
     (rotary, *others) = {layer.rotary for layer in model.attention_layers().values()}
     assert not others
     positions = torch.tensor([[0, 3, 3, 9], [0, 4, 5, 9], [0, 6, 7, 9]])
-    found = rotary.at(positions)
+    rows = rotary.reserve(4) + torch.arange(4)
+    rotary.write(rows, positions)
     theirs = reference(name).model.language_model.rotary_emb
     cos, sin = theirs(torch.zeros(1), positions[:, None])
     half = cos.shape[-1] // 2
+    found = rotary.at(rows)
     torch.testing.assert_close(found.cos[found.positions], cos[0, :, :half])
     torch.testing.assert_close(found.sin[found.positions], sin[0, :, :half])
-    plain = rotary.at(torch.tensor([0, 9]))
-    assert torch.equal(plain.cos[plain.positions], found.cos[[0, 3]])
+    assert torch.equal(rotary.cos[[0, 9]], rotary.cos[rows[[0, 3]]])
 
 
 def feature(processed: ProcessedImage, offset: int) -> MultiModalFeature:
@@ -282,6 +284,40 @@ def test_what_a_config_leaves_out_is_the_library_s_default(tmp_path: Path) -> No
     assert found["decoder_architecture"] == "LlamaForCausalLM"
 
 
+def test_gemma_3_with_its_tower_answers_texts(tmp_path: Path) -> None:
+    config = transformers.Gemma3Config(
+        vision_config={
+            "hidden_size": 48,
+            "intermediate_size": 56,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 3,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        text_config={**TEXT, "head_dim": 64, "sliding_window": 20},
+        mm_tokens_per_image=4,
+    )
+    torch.manual_seed(3)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    ids = [5, 17, 200, 33, 90, 41, 7] * 9
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    sizes = {"num_kv_blocks": 12, "max_model_len": 128}
+    with LLM(str(tmp_path), device="cpu", dtype="float32", **sizes) as llm:
+        assert llm.llm_engine.config.ledger.weights < 4 * sum(
+            parameter.numel() for parameter in model.model.language_model.parameters()
+        ) + (1 << 16)
+        (output,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+        image = {"prompt": "a", "multi_modal_data": {"image": picture(9, 9)}}
+        with pytest.raises(InvalidRequestError, match="see each other in both directions"):
+            llm.generate(image, params, use_tqdm=False)
+    token_ids = output.outputs[0].token_ids
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*ids, *token_ids]])).logits[0, len(ids) - 1 : -1]
+    assert token_ids == logits.argmax(-1).tolist()
+
+
 def test_overrides_reach_the_parts() -> None:
     config = open_checkpoint(saved("llava")).config
     found = apply_overrides(
@@ -299,7 +335,9 @@ def test_overrides_reach_the_parts() -> None:
 
 
 def test_the_library_s_code_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"model_impl='transformers' serves no models .* images"):
+    with pytest.raises(
+        ConfigError, match=r"model_impl='transformers' serves no models with a vision"
+    ):
         LLM(str(saved("llava")), model_impl="transformers", skip_tokenizer_init=True)
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
 from tokenmill.checkpoint.mapped_file import FileRange, MappedFile
-from tokenmill.checkpoint.nested_config import canonical_name, flat_config, has_vision_tower
+from tokenmill.checkpoint.nested_config import canonical_tensors, flat_config
 from tokenmill.checkpoint.safetensors_header import read_header
 from tokenmill.errors import CheckpointError, did_you_mean
 
@@ -70,9 +70,7 @@ class HFDirectory:
         self.generation_config: Mapping[str, Any]
         self.config, self.generation_config = read_configs(path)
         self.tokenizer_data = TokenizerData(directory=path)
-        self._entries = _find_tensors(path)
-        if has_vision_tower(self.config):
-            self._entries = {canonical_name(name): at for name, at in self._entries.items()}
+        self._entries = canonical_tensors(self.config, _find_tensors(path))
         self.tensor_shapes: Mapping[str, tuple[int, ...]] = {
             name: entry.shape for name, entry in self._entries.items()
         }

@@ -14,20 +14,11 @@ Their tensors have had several names. Here the decoder's are those of a model wi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenmill.errors import CheckpointError
 
-VISION_ARCHITECTURES = frozenset(
-    {
-        "LlavaForConditionalGeneration",
-        "Idefics3ForConditionalGeneration",
-        "SmolVLMForConditionalGeneration",
-        "Mistral3ForConditionalGeneration",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5_VLForConditionalGeneration",
-    }
-)
+T = TypeVar("T")
 
 _LLAMA = {
     "vocab_size": 32000,
@@ -71,7 +62,21 @@ _TEXT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2": ("Qwen2ForCausalLM", _QWEN2),
-    "qwen3": ("Qwen3ForCausalLM", _QWEN2 | {"head_dim": 128}),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+            "eos_token_id": 1,
+        },
+    ),
     "qwen2_vl_text": ("Qwen2ForCausalLM", _QWEN2_VL),
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN2_VL),
 }
@@ -139,6 +144,7 @@ _VISION_DEFAULTS: dict[str, dict[str, Any]] = {
 """`model_type` of a `vision_config` -> what a file leaves out."""
 
 _DEFAULT_KINDS = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text", "siglip_vision_model"),
     "LlavaForConditionalGeneration": ("llama", "clip_vision_model"),
     "Idefics3ForConditionalGeneration": ("llama", "idefics3_vision"),
     "SmolVLMForConditionalGeneration": ("llama", "smolvlm_vision"),
@@ -147,6 +153,9 @@ _DEFAULT_KINDS = {
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "qwen2_5_vl_vision"),
 }
 """`model_type` of both parts, where they do not say."""
+VISION_ARCHITECTURES = frozenset(_DEFAULT_KINDS)
+_TEXT_ONLY = frozenset({"Gemma3ForConditionalGeneration"})
+"""Those whose tower is left out."""
 
 _LLAVA_TOWER = {
     "hidden_size": 1024,
@@ -188,7 +197,12 @@ def is_of_tower(name: str) -> bool:
 
 
 def has_vision_tower(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of the models of this file."""
+    """Whether a config.json is of a model whose tower is read: one that takes images."""
+    return _is_nested(config) and config["architectures"][0] not in _TEXT_ONLY
+
+
+def _is_nested(config: Mapping[str, Any]) -> bool:
+    """Whether it is one of the models of this file."""
     architectures = config.get("architectures")
     return isinstance(architectures, list) and bool(
         architectures and architectures[0] in VISION_ARCHITECTURES
@@ -201,7 +215,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Others stay as they are, and so do those that have been through here. Raises `CheckpointError`
     for a part that is no object or of a kind that is not known.
     """
-    if not has_vision_tower(config) or DECODER_ARCHITECTURE in config:
+    if not _is_nested(config) or DECODER_ARCHITECTURE in config:
         return dict(config)
     architecture = config["architectures"][0]
     text_kind, vision_kind = _DEFAULT_KINDS[architecture]
@@ -215,7 +229,9 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     flat = {**defaults, **top, **said, "model_type": text_kind}
     flat["architectures"] = list(config["architectures"])
     flat[DECODER_ARCHITECTURE] = decoder
-    flat["tie_word_embeddings"] = any(part.get("tie_word_embeddings") for part in (config, text))
+    tied = [part["tie_word_embeddings"] for part in (config, text) if "tie_word_embeddings" in part]
+    if tied:
+        flat["tie_word_embeddings"] = any(tied)
     vision_kind = str(vision.get("model_type") or vision_kind)
     tower_defaults = _known(vision_kind, _VISION_DEFAULTS, "vision_config")
     flat["vision_config"] = {**tower_defaults, **vision, "model_type": vision_kind}
@@ -252,6 +268,18 @@ def _rope_of_three(flat: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in settings.items()
     }
     return {key: renamed}
+
+
+def canonical_tensors(config: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T]:
+    """`tensors` by the names of this file, where `config` is one of its models; without those of
+    towers that are not read.
+    """
+    if not _is_nested(config):
+        return dict(tensors)
+    renamed = {canonical_name(name): tensor for name, tensor in tensors.items()}
+    if has_vision_tower(config):
+        return renamed
+    return {name: tensor for name, tensor in renamed.items() if not is_of_tower(name)}
 
 
 def canonical_name(name: str) -> str:

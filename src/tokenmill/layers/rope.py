@@ -15,7 +15,7 @@ be wrong.
 
 With `mrope_section`, a token has three positions (time, height, width), and each of its frequencies
 goes by one of them (Wang et al., 2024, Qwen2-VL): so many by the first, then by the second, then by
-the third.
+the third. Tokens whose positions differ have rows of their own in the table (`reserve`, `write`).
 """
 
 from __future__ import annotations
@@ -155,16 +155,8 @@ class RotaryEmbedding(nn.Module):
         self.sin[rows] = self.sin.gather(0, places)
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of tokens at these positions, int64 [N]; attention applies it.
-
-        Positions [3, N] are those of tokens with three.
-        """
-        if positions.ndim == 1:
-            return Rotation(positions, self.cos, self.sin)
-        assert self.axes is not None
-        rows = positions[self.axes].t()  # [N, rotary_dim / 2]
-        order = torch.arange(len(rows), device=rows.device)
-        return Rotation(order, self.cos.gather(0, rows), self.sin.gather(0, rows))
+        """The rotation of tokens at these positions, int64 [N]; attention applies it."""
+        return Rotation(positions, self.cos, self.sin)
 
 
 def _axes(config: RopeConfig, num_frequencies: int) -> torch.Tensor | None:

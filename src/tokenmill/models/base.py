@@ -52,8 +52,8 @@ class SupportsMultiModal(Protocol):
     def encode(self, modality: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """One item's embeddings, [sum of its `embed_spans`' counts, hidden_size].
 
-        They have the dtype of the token embeddings, and their bits depend on the item alone.
-        `inputs` are what the family's processor made of it.
+        They have the model's dtype, and their bits depend on the item alone. `inputs` are what the
+        family's processor made of it.
         """
         ...
 
@@ -63,9 +63,7 @@ class SupportsMultiModal(Protocol):
         """Positions of a prompt, int64 [3, len(token_ids)], of a model with three for each token;
         None of one whose positions are plain.
 
-        Behind the prompt all three go on by one, from the prompt's greatest + 1. `forward` takes
-        positions [3, num_tokens], or [num_tokens] where the three of each token are the same, as
-        they are for all of a text without images, and behind any prompt.
+        Behind the prompt all three go on by one, from the prompt's greatest + 1.
         """
         ...
 

@@ -32,6 +32,7 @@ MODELS: dict[str, str] = {
     "DeepseekV3ForCausalLM": "deepseek:DeepseekV3ForCausalLM",
     "BambaForCausalLM": "bamba:BambaForCausalLM",
     "Mamba2ForCausalLM": "mamba2:Mamba2ForCausalLM",
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3ForCausalLM",
     "LlavaForConditionalGeneration": "llava:LlavaForConditionalGeneration",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
@@ -68,8 +69,8 @@ def choose_implementation(model_impl: str, architecture: str) -> str:
     one_of("model_impl", model_impl, IMPLEMENTATIONS)
     if model_impl == TRANSFORMERS and architecture in VISION_ARCHITECTURES:
         raise ConfigError(
-            f"model_impl='transformers' serves no models that take images, and {architecture!r} is"
-            f" one; leave it out."
+            f"model_impl='transformers' serves no models with a vision tower, and {architecture!r}"
+            f" is one; leave it out."
         )
     if model_impl == NATIVE or (model_impl == "auto" and has_native_family(architecture)):
         _find(architecture)

@@ -53,7 +53,7 @@ class VisionLanguageModel(Decoder):
         raise NotImplementedError
 
     def embed_image(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What `encode` returns for an image, in any dtype."""
+        """What `encode` returns for an image."""
         raise NotImplementedError
 
     @property
@@ -63,9 +63,7 @@ class VisionLanguageModel(Decoder):
 
     def encode(self, modality: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         assert modality == "image"
-        # On some kernels the embeddings of tokens are float32 whatever the model's dtype.
-        first = torch.zeros(1, dtype=torch.int32, device=next(iter(inputs.values())).device)
-        return self.embed_image(inputs).to(self.embed_input_ids(first).dtype)
+        return self.embed_image(inputs)
 
     def mrope_positions(
         self, token_ids: Sequence[int], features: Sequence[MultiModalFeature]

@@ -25,6 +25,15 @@ IMAGE_PROCESSORS: dict[str, str] = {
 """Architecture, as a config.json names it -> module of `processors`, and class."""
 
 
+REFUSED = {
+    "Gemma3ForConditionalGeneration": (
+        "the tokens of an image of this family see each other in both directions, which attention"
+        " to a growing text cannot express here"
+    ),
+}
+"""Architecture with a tower -> why it answers texts only."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessorFiles:
     """What a model's files say about its images."""

@@ -1,0 +1,124 @@
+"""Prompts with images through an engine, on small random weights: transformers' tokens and
+log-probabilities by its own processors, and the same bits however a request is run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from helpers.vision_families import VISION_FAMILIES, VisionFamily
+from helpers.vision_models import picture, processor_of, reference_logits, saved
+from tokenmill import LLM, SamplingParams
+
+MAX_TOKENS = 8
+BLOCK_SIZE = 32
+
+over_families = pytest.mark.parametrize("family", VISION_FAMILIES, ids=lambda family: family.name)
+
+IMAGES = [picture(64, 48, 1), picture(20, 31, 2), picture(64, 48, 3)]
+Asked = tuple[str, list[Image.Image]]
+"""A text with {} where an image belongs, and its images."""
+ASKED: list[Asked] = [
+    ("The quick {} brown fox jumps over", IMAGES[:1]),
+    ("{}{} One two three", IMAGES[:2]),
+    ("def add(a, b):\n    return a + b\n", []),
+    ("The quick {} brown fox jumps over", IMAGES[2:]),
+    ("One two {} three four five six {} seven", [IMAGES[0], IMAGES[0]]),
+]
+"""Texts that share beginnings, with images that differ; an image twice."""
+
+
+def prompts(family: VisionFamily) -> list[dict[str, Any]]:
+    mark = processor_of(family.name).mark_text
+    return [
+        {
+            "prompt": text.format(*[mark] * len(images)),
+            **({"multi_modal_data": {"image": images}} if images else {}),
+        }
+        for text, images in ASKED
+    ]
+
+
+def engine(family: VisionFamily, dtype: str, **settings: Any) -> LLM:
+    sizes = {"num_kv_blocks": 48, "max_model_len": 480, "limit_mm_per_prompt": {"image": 2}}
+    return LLM(str(saved(family.name)), dtype=dtype, device="cpu", **(sizes | settings))
+
+
+def run(llm: LLM, family: VisionFamily) -> list[Any]:
+    """Tokens and log-probabilities of the requests, greedy and random in turn."""
+    params = [
+        SamplingParams(
+            temperature=0.9 * (i % 2), seed=i, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1
+        )
+        for i in range(len(ASKED))
+    ]
+    return [
+        (
+            output.outputs[0].token_ids,
+            [
+                {i: entry.logprob for i, entry in each.items()}
+                for each in output.outputs[0].logprobs
+            ],
+        )
+        for output in llm.generate(prompts(family), params, use_tqdm=False)
+    ]
+
+
+@over_families
+def test_greedy_tokens_equal_transformers(family: VisionFamily) -> None:
+    """In a batch, in pieces of prompts and images, and with what is cached."""
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
+        logprobs=0,
+        stop_token_ids=[processor_of(family.name).mark_token_id],  # theirs must not read it
+    )
+    with engine(family, "float32", max_num_batched_tokens=48, max_num_seqs=5) as llm:
+        outputs = llm.generate(prompts(family), params, use_tqdm=False)
+        again = llm.generate(prompts(family), params, use_tqdm=False)
+    assert sum(output.num_cached_tokens for output in again) > 0
+    for (_, images), *both in zip(ASKED, outputs, again, strict=True):
+        assert both[0].outputs[0].token_ids == both[1].outputs[0].token_ids
+        for output in both:
+            token_ids, num_prompt = output.outputs[0].token_ids, len(output.prompt_token_ids)
+            ids = [*output.prompt_token_ids, *token_ids]
+            logits = reference_logits(family.name, ids[:-1], images)[num_prompt - 1 :]
+            assert token_ids == logits.argmax(-1).tolist()
+            wanted = logits.log_softmax(-1)
+            for row, token_id, step in zip(
+                wanted, token_ids, output.outputs[0].logprobs, strict=True
+            ):
+                assert abs(step[token_id].logprob - float(row[token_id])) < 2e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@over_families
+def test_the_same_bits_however_requests_are_run(family: VisionFamily, dtype: str) -> None:
+    with engine(family, dtype, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        alone = run(llm, family)
+    assert alone[0] != alone[3]  # another image in the same text
+    with engine(family, dtype) as llm:
+        assert run(llm, family) == alone  # at once
+        assert run(llm, family) == alone  # from the cache
+    with engine(family, dtype, max_num_batched_tokens=7, max_num_seqs=5) as llm:
+        assert run(llm, family) == alone  # in pieces
+
+
+@over_families
+def test_the_same_tokens_after_preemption(family: VisionFamily) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with engine(family, "bfloat16") as llm:
+        wanted = llm.generate(prompts(family), params, use_tqdm=False)
+    longest = max(len(output.prompt_token_ids) for output in wanted) + 40
+    blocks = -(-longest // BLOCK_SIZE)
+    sizes = {"num_kv_blocks": 1 + blocks, "max_model_len": blocks * BLOCK_SIZE, "max_num_seqs": 4}
+    with engine(family, "bfloat16", **sizes) as llm:
+        outputs = llm.generate(prompts(family), params, use_tqdm=False)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        output.outputs[0].token_ids for output in wanted
+    ]
