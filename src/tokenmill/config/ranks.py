@@ -55,22 +55,33 @@ def resolve_parallel(
     device: str,
 ) -> ParallelConfig:
     """How the model is divided. Raises `ConfigError` that names the setting for what cannot be."""
-    tp_size = at_least("tensor_parallel_size", args.tensor_parallel_size, 1)
-    pp_size = at_least("pipeline_parallel_size", args.pipeline_parallel_size, 1)
+    parallel = parallel_config(args)
+    if parallel.node_rank:
+        raise ConfigError(
+            f"node_rank={parallel.node_rank}: the server is on machine 0; start this machine's"
+            f" ranks with `tokenmill serve --headless`."
+        )
+    if parallel.world_size == 1:
+        return parallel
+    _check_features(args, device)
+    _check_family(parameters.architecture, implementation, parallel)
+    _check_sizes(hf_config, parameters, parallel)
+    return parallel
+
+
+def parallel_config(args: EngineArgs) -> ParallelConfig:
+    """How any model would be divided. Raises `ConfigError` for settings that contradict each
+    other.
+    """
     parallel = ParallelConfig(
-        tensor_parallel_size=tp_size,
-        pipeline_parallel_size=pp_size,
+        tensor_parallel_size=at_least("tensor_parallel_size", args.tensor_parallel_size, 1),
+        pipeline_parallel_size=at_least("pipeline_parallel_size", args.pipeline_parallel_size, 1),
         num_nodes=at_least("nnodes", args.nnodes, 1),
         node_rank=at_least("node_rank", args.node_rank, 0),
         master_addr=args.master_addr,
         master_port=at_least("master_port", args.master_port, 1),
     )
     _check_places(args, parallel)
-    if parallel.world_size == 1:
-        return parallel
-    _check_features(args, device)
-    _check_family(parameters.architecture, implementation, parallel)
-    _check_sizes(hf_config, parameters, parallel)
     return parallel
 
 

@@ -39,6 +39,9 @@ class ServeArgs:
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every address of this machine."""
+    headless: bool = False
+    """Serve nothing: be the processes that machine node_rank has of a model whose server is on
+    machine 0 (see docs/parallel.md)."""
     port: int = 8000
     """TCP port; 0 takes a free one, which the banner names."""
     uds: str | None = None

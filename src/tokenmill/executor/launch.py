@@ -41,10 +41,15 @@ class LocalRank:
 
 
 def start_ranks(
-    parallel: ParallelConfig, node: int, address_of: Callable[[int], str | socket.socket]
+    parallel: ParallelConfig,
+    node: int,
+    address_of: Callable[[int], str | socket.socket],
+    *,
+    model_path: str = "",
 ) -> list[LocalRank]:
     """Start the ranks of a node; `address_of` says where a rank finds the executor: `host:port`, or
-    the end of a pair of sockets, which is closed here.
+    the end of a pair of sockets, which is closed here. `model_path` is where the model's files are
+    on this machine, if that is not where they are on the executor's.
 
     Ranks that have parts of the same layers get memory to share, where all of them are here and
     there are native kernels. Raises `OSError`.
@@ -58,7 +63,8 @@ def start_ranks(
     try:
         for rank in parallel.ranks_of_node(node):
             memory = memories.get(parallel.place(rank).pp_rank)
-            started.append(LocalRank(rank, _start(rank, address_of(rank), memory)))
+            process = _start(rank, address_of(rank), memory, model_path)
+            started.append(LocalRank(rank, process))
     except BaseException:
         end_ranks(started, grace=0.0)
         raise
@@ -82,14 +88,16 @@ def end_ranks(ranks: Sequence[LocalRank], *, grace: float = _END_GRACE) -> None:
         each.process.stdin.close()
 
 
-def _start(rank: int, address: str | socket.socket, memory: int | None) -> subprocess.Popen[bytes]:
+def _start(
+    rank: int, address: str | socket.socket, memory: int | None, model_path: str
+) -> subprocess.Popen[bytes]:
     """The interpreter that this one is, with the same modules in reach."""
     fds = [] if memory is None else [memory]
     end = f"fd:{address.fileno()}" if isinstance(address, socket.socket) else address
     if isinstance(address, socket.socket):
         fds.append(address.fileno())
     in_main = threading.current_thread() is threading.main_thread()
-    arguments = [end, str(rank), str(os.getpid()), str(int(in_main)), str(memory or -1)]
+    arguments = [end, str(rank), str(os.getpid()), str(int(in_main)), str(memory or -1), model_path]
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", _MODULE, *arguments],

@@ -17,7 +17,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.parallel import RankPlace
 from tokenmill.contracts.encoding import describe
 from tokenmill.executor import messages
@@ -129,16 +131,19 @@ def build(setup: messages.RankSetup, channel: Channel, ranks: GroupRanks) -> Wor
     return factory(setup.args, setup.config, on_progress, ranks)
 
 
-def serve(channel: Channel, memory_fd: int) -> int:
+def serve(channel: Channel, memory_fd: int, model_path: str) -> int:
     """Build the rank and run its loop; the process's exit status."""
     setup = channel.receive()
     assert isinstance(setup, messages.RankSetup), "the setup comes first"
+    place = setup.config.parallel.place(setup.rank)
+    num_processors = _take_processors(place)
+    setup.config = _on_this_machine(setup.config, num_processors, model_path)
     package_logger = logging.getLogger("tokenmill")
     package_logger.setLevel(setup.log_level)
     package_logger.addHandler(_LogSender(channel, setup.rank))
     ranks = None
     try:
-        ranks = _join_ranks(setup, memory_fd, channel)
+        ranks = _join_ranks(setup, place, memory_fd, channel)
         worker = build(setup, channel, ranks)
         channel.send(messages.Built.of(worker.kv_cache_config))
         is_output = setup.rank == setup.config.parallel.output_rank
@@ -153,10 +158,17 @@ def serve(channel: Channel, memory_fd: int) -> int:
     return 0
 
 
-def _join_ranks(setup: messages.RankSetup, memory_fd: int, channel: Channel) -> GroupRanks:
+def _on_this_machine(config: EngineConfig, num_processors: int, model_path: str) -> EngineConfig:
+    """Settings that may be others than on the executor's machine."""
+    if model_path:
+        config = replace(config, model=replace(config.model, path=model_path))
+    return replace(config, num_threads=min(config.num_threads, num_processors))
+
+
+def _join_ranks(
+    setup: messages.RankSetup, place: RankPlace, memory_fd: int, channel: Channel
+) -> GroupRanks:
     parallel = setup.config.parallel
-    place = parallel.place(setup.rank)
-    _take_processors(place)
     group = join_group(
         parallel,
         place,
@@ -171,15 +183,19 @@ def _join_ranks(setup: messages.RankSetup, memory_fd: int, channel: Channel) -> 
     return StageRanks(place, group, ProcessGroupLinks(place))
 
 
-def _take_processors(place: RankPlace) -> None:
-    """Keep to this rank's share of the processors that the process may use, if there are enough."""
+def _take_processors(place: RankPlace) -> int:
+    """Keep to this rank's share of the processors that the process may use, if there are enough.
+
+    How many they are.
+    """
     if not hasattr(os, "sched_setaffinity"):
-        return
+        return max((os.cpu_count() or 1) // place.num_local, 1)
     processors = sorted(os.sched_getaffinity(0))
     count = len(processors) // place.num_local
     if count:
         first = place.local_rank * count
         os.sched_setaffinity(0, processors[first : first + count])
+    return max(count, 1)
 
 
 def _connect(address: str, rank: int) -> socket.socket:
@@ -201,7 +217,13 @@ def _connect(address: str, rank: int) -> socket.socket:
 
 
 def main(
-    address: str, *, rank: int, parent_pid: int, dies_with_thread: bool, memory_fd: int
+    address: str,
+    *,
+    rank: int,
+    parent_pid: int,
+    dies_with_thread: bool,
+    memory_fd: int,
+    model_path: str,
 ) -> None:
     """Be the rank of the executor at `address`, until either ends."""
     # The executor decides when to end; a signal to the whole process group is meant for it.
@@ -212,7 +234,7 @@ def main(
         os.set_inheritable(memory_fd, False)
     end_with_parent(parent_pid, dies_with_thread=dies_with_thread)
     try:
-        status = serve(Channel(_connect(address, rank)), memory_fd)
+        status = serve(Channel(_connect(address, rank)), memory_fd, model_path)
     except (EOFError, ConnectionError):  # the executor has gone
         status = 1
     # Threads of kernels and of torch have nothing left to do, and nothing to say about it.
@@ -228,4 +250,5 @@ if __name__ == "__main__":
         parent_pid=int(sys.argv[3]),
         dies_with_thread=sys.argv[4] == "1",
         memory_fd=int(sys.argv[5]),
+        model_path=sys.argv[6],
     )

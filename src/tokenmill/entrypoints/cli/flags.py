@@ -28,6 +28,15 @@ Lora = Annotated[
     Parameter(help="Directory of a LoRA adapter in PEFT's format; adapters are enabled for it."),
 ]
 
+Images = Annotated[
+    list[Path] | None,
+    Parameter(
+        name="--image",
+        alias="-i",
+        help="A file with an image, for a model that takes them; may be given several times.",
+    ),
+]
+
 Quiet = Annotated[
     bool,
     Parameter(alias="-q", negative=(), help="Neither progress nor figures on stderr."),
@@ -133,7 +142,11 @@ def _flag_type(hint: Any) -> Any:
     return list[str] if kind == list[Any] else hint
 
 
-SHORT = {"model": Parameter(alias="-m")}
+SHORT = {
+    "model": Parameter(alias="-m"),
+    "tensor_parallel_size": Parameter(alias="-tp"),
+    "pipeline_parallel_size": Parameter(alias="-pp"),
+}
 """Flags that have a short form, too."""
 NOT_ON_THE_COMMAND_LINE = {
     "detokenize", "flat_logprobs", "output_kind", "skip_clone", "skip_tokenizer_init",

@@ -109,6 +109,10 @@ def _run(args: EngineArgs, serve_args: ServeArgs, options: ServeOptions, *, quie
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     configure_logging_of_servers(console, log_format=serve_args.log_format)
+    if serve_args.headless:
+        from tokenmill.engine.headless import run_headless
+
+        return run_headless(args)
     check_packages("serve")
     return event_loop.run(_serve(args, serve_args, options, console, quiet=quiet))
 
