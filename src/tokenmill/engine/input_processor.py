@@ -26,7 +26,7 @@ from tokenmill.engine.kv_params import take_kv_params
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
 from tokenmill.engine.token_rules import token_rules
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
-from tokenmill.features.multimodal.processing import REFUSED
+from tokenmill.features.multimodal.processing import why_no_images
 from tokenmill.parameter_checks import MAX_INTEGER, are_ids_below
 from tokenmill.pooling_params import PoolingParams
 from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
@@ -69,8 +69,7 @@ class InputProcessor:
         self.images = images
         """What the model makes of images; None for one that takes none."""
         self._name = config.model.name
-        why = REFUSED.get(config.model.architecture)
-        self._why_no_images = "" if why is None else f": {why}"
+        self._why_no_images = why_no_images(config.model.architecture)
         self._max_model_len = config.model.max_model_len
         self._vocab_size = config.model.vocab_size
         self._max_logprobs = config.max_logprobs

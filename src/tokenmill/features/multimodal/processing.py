@@ -25,7 +25,7 @@ IMAGE_PROCESSORS: dict[str, str] = {
 """Architecture, as a config.json names it -> module of `processors`, and class."""
 
 
-REFUSED = {
+_REFUSED = {
     "Gemma3ForConditionalGeneration": (
         "the tokens of an image of this family see each other in both directions, which attention"
         " to a growing text cannot express here"
@@ -118,6 +118,11 @@ class ImageProcessorClass(Protocol):
 def takes_images(architecture: str) -> bool:
     """Whether models of this architecture take images."""
     return architecture in IMAGE_PROCESSORS
+
+
+def why_no_images(architecture: str) -> str:
+    """For an architecture with a tower that is not read: the reason, behind a colon."""
+    return f": {_REFUSED[architecture]}" if architecture in _REFUSED else ""
 
 
 def make_image_processor(architecture: str, files: ProcessorFiles) -> ImageProcessor:
