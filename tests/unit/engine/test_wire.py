@@ -14,7 +14,9 @@ from tokenmill.contracts.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
+    MultiModalFeature,
     SchedulerStats,
+    TensorData,
     TokenLogprobs,
 )
 from tokenmill.engine import wire
@@ -68,6 +70,18 @@ def test_requests_arrive_as_they_were_sent(params):
     request.seed = 2**64 - 1
     message = wire.AddRequests([wire.core_request(request)])
     assert wire.decode_to_core(wire.encode(message)) == message
+
+
+def test_images_arrive_as_they_were_sent():
+    pixels = TensorData("uint8", (1, 2, 2, 3), bytes(range(12)))
+    features = [
+        MultiModalFeature("a" * 64, "image", 2, 4, {"pixels": pixels}, [(0, 1), (2, 2)]),
+        MultiModalFeature("b" * 64, "image", 7, 1),
+    ]
+    message = wire.AddRequests([wire.core_request(create_request(8, mm_features=features))])
+    arrived = wire.decode_to_core(wire.encode(message))
+    assert arrived == message
+    assert arrived.requests[0].mm_features[0].spans == [(0, 1), (2, 2)]
 
 
 def test_outputs_arrive_as_they_were_sent():
