@@ -63,6 +63,7 @@ class FakeEngine:
     def __init__(self, interrupt_at):
         self.requests = {}
         self.aborted = []
+        self.prompts = []
         self.params = []
         self.lora_requests = []
         self.num_steps = 0
@@ -72,6 +73,7 @@ class FakeEngine:
         text = prompt if isinstance(prompt, str) else prompt["prompt"]
         if text == "too long":
             raise InvalidRequestError("prompt: too long.", parameter="prompt")
+        self.prompts.append(prompt)
         self.params.append(params)
         self.lora_requests.append(lora_request)
         self.requests[request_id] = FakeRequest(request_id, text, params)
@@ -110,7 +112,9 @@ class FakeLLM:
 
     def chat_prompt(self, messages):
         self.conversations.append([dict(message) for message in messages])
-        return {"prompt": messages[-1]["content"], "prompt_token_ids": [0]}
+        content = messages[-1]["content"]
+        text = content if isinstance(content, str) else content[-1]["text"]
+        return {"prompt": text, "prompt_token_ids": [0]}
 
     def get_default_sampling_params(self):
         return SamplingParams(temperature=0.25, top_k=7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from helpers.cli import run_cli
 from tokenmill.lora_request import LoRARequest
 
@@ -49,6 +51,29 @@ def test_system_starts_anew_with_another_system_message():
     result = run_cli("chat", "-s", "a", stdin="one\n/system be long\ntwo\n/system\nthree\n")
     assert contents(result.llm.conversations[1]) == [("system", "be long"), ("user", "two")]
     assert contents(result.llm.conversations[2]) == [("user", "three")]
+
+
+def test_images_go_with_the_first_question_and_stay_in_the_conversation():
+    result = run_cli("chat", "--image", "a.png", "-i", "b.png", stdin="one\ntwo\n")
+    assert result.stdout == "ONE\nTWO\n"
+    shown = [
+        {"type": "image", "image": Path("a.png")},
+        {"type": "image", "image": Path("b.png")},
+        {"type": "text", "text": "one"},
+    ]
+    assert contents(result.llm.conversations[1]) == [
+        ("user", shown),
+        ("assistant", "ONE"),
+        ("user", "two"),
+    ]
+
+
+def test_an_image_is_shown_with_the_next_question():
+    result = run_cli("chat", stdin="one\n/image ~/a b.png\n/image\ntwo\n/image c\n/reset\nthree\n")
+    shown = {"type": "image", "image": Path("~/a b.png").expanduser()}
+    assert result.llm.conversations[1][-1]["content"] == [shown, {"type": "text", "text": "two"}]
+    assert contents(result.llm.conversations[2]) == [("user", "three")]
+    assert "/image PATH" in result.stderr
 
 
 def test_exit_leaves():

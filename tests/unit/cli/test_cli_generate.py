@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from helpers.cli import run_cli
 from tokenmill.lora_request import LoRARequest
@@ -48,6 +49,16 @@ def test_a_file_is_a_prompt(tmp_path):
     assert (
         run_cli("generate", "first", "--prompt-file", str(path)).stdout == "FIRST\n\nFROM A FILE\n"
     )
+
+
+def test_every_prompt_gets_the_images():
+    result = run_cli("generate", "a <image>", "b <image>", "--image", "a.png", "--image", "b.png")
+    assert result.stdout == "A <IMAGE>\n\nB <IMAGE>\n"
+    images = {"image": [Path("a.png"), Path("b.png")]}
+    assert result.llm.llm_engine.prompts == [
+        {"prompt": "a <image>", "multi_modal_data": images},
+        {"prompt": "b <image>", "multi_modal_data": images},
+    ]
 
 
 def test_without_a_prompt_no_model_is_loaded():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
@@ -14,6 +15,7 @@ from tokenmill.entrypoints.cli.flags import (
     NOT_ON_THE_COMMAND_LINE,
     SAMPLING,
     EngineFlags,
+    Images,
     Lora,
     Quiet,
     given_params,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/system": "/system TEXT sets the system message (without TEXT: none) and starts anew",
+    "/image": "/image PATH shows an image with the next question",
     "/reset": "/reset forgets the conversation",
     "/help": "/help shows this",
     "/exit": "/exit leaves, as Ctrl-D does; Ctrl-C stops an answer",
@@ -84,13 +87,14 @@ def chat(
     /,
     *,
     system: Annotated[str | None, SYSTEM] = None,
+    image: Images = None,
     lora: Lora = None,
     quiet: Quiet = False,
     sampling: Annotated[ChatSampling, SAMPLING] = SAMPLING_DEFAULTS,
     engine: Annotated[EngineFlags, ENGINE] = ENGINE_DEFAULTS,
     build_llm: Annotated[BuildLLM, NOT_A_FLAG],
 ) -> int:
-    """Talk with a model, or ask it one question."""
+    """Talk with a model, or ask it one question; images go with the first."""
     from tokenmill.entrypoints.cli.shown_answer import with_marks
 
     given = given_params(sampling)
@@ -103,6 +107,7 @@ def chat(
         conversation = Conversation(
             llm, params, console, lora_request=adapter(lora), system=system, quiet=quiet
         )
+        conversation.images = list(image or [])
         if question is not None:
             conversation.ask(question)
         else:
@@ -128,13 +133,16 @@ class Conversation:
         self._lora_request = lora_request
         self._console = console
         self._quiet = quiet
-        self.messages: list[dict[str, str]] = []
         self.start(system)
 
     def start(self, system: str | None) -> None:
         """Begin anew with this system message."""
         self._system = system
-        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.images: list[Path] = []
+        """They go with the next question."""
+        self.messages: list[dict[str, Any]] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
 
     def reset(self) -> None:
         """Forget all but the system message."""
@@ -146,7 +154,12 @@ class Conversation:
         If the answer is interrupted (`KeyboardInterrupt`), what was shown of it is remembered. If
         it fails (`TokenmillError`), the question is forgotten.
         """
-        asked = [*self.messages, {"role": "user", "content": question}]
+        content: Any = question
+        if self.images:
+            parts = [{"type": "image", "image": path} for path in self.images]
+            content = [*parts, {"type": "text", "text": question}]
+            self.images = []
+        asked = [*self.messages, {"role": "user", "content": content}]
         prompt: Any = self._llm.chat_prompt(asked)
         from tokenmill.entrypoints.cli.shown_answer import ShownAnswer
 
@@ -214,6 +227,11 @@ def _obey(line: str, conversation: Conversation) -> str:
         case "/system":
             conversation.start(argument.strip() or None)
             return "The conversation starts anew."
+        case "/image":
+            if not argument.strip():
+                return COMMANDS[command]
+            conversation.images.append(Path(argument.strip()).expanduser())
+            return "The image goes with the next question."
         case "/help":
             return "\n".join(COMMANDS.values())
         case _:

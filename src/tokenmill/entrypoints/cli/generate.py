@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from cyclopts import App, Parameter
 
+from tokenmill.engine.prompts import Prompt, TextPrompt
 from tokenmill.entrypoints.cli.flags import (
     ENGINE,
     ENGINE_DEFAULTS,
@@ -18,6 +19,7 @@ from tokenmill.entrypoints.cli.flags import (
     NOT_ON_THE_COMMAND_LINE,
     SAMPLING,
     EngineFlags,
+    Images,
     Lora,
     Quiet,
     given_params,
@@ -73,20 +75,24 @@ def generate(
     *prompts: Annotated[str, PROMPTS],
     prompt_file: Annotated[list[Path] | None, PROMPT_FILE] = None,
     json: Annotated[bool, JSON] = False,
+    image: Images = None,
     lora: Lora = None,
     quiet: Quiet = False,
     sampling: Annotated[GenerateSampling, SAMPLING] = SAMPLING_DEFAULTS,
     engine: Annotated[EngineFlags, ENGINE] = ENGINE_DEFAULTS,
     build_llm: Annotated[BuildLLM, NOT_A_FLAG],
 ) -> int:
-    """Continue prompts, as they are: no chat template is applied (see `tokenmill chat`)."""
+    """Continue prompts, as they are: no chat template is applied (see `tokenmill chat`).
+
+    Every prompt gets the images, and holds a mark of the model's, such as <image>, for each.
+    """
     given = given_params(sampling)
     if not json and {"logprobs", "prompt_logprobs", "logprob_token_ids"} & given.keys():
         raise InvalidRequestError(
             "--logprobs and --prompt-logprobs need --json: text has no place for them.",
             parameter="logprobs",
         )
-    texts = _read_prompts(prompts, prompt_file or [])
+    texts = [_with_images(text, image or []) for text in _read_prompts(prompts, prompt_file or [])]
     console = open_console()
     with open_llm(engine, build_llm, console, quiet=quiet, lora=lora) as llm:
         tally = Tally()
@@ -111,6 +117,10 @@ def _read_prompts(prompts: tuple[str, ...], files: list[Path]) -> list[str]:
             parameter="prompts",
         )
     return [text]
+
+
+def _with_images(text: str, images: list[Path]) -> Prompt:
+    return TextPrompt(prompt=text, multi_modal_data={"image": images}) if images else text
 
 
 def _read_file(path: Path) -> str:
@@ -160,7 +170,7 @@ def _write(text: str) -> None:
 
 
 def _print_text(
-    llm: LLM, texts: list[str], given: dict[str, Any], lora: LoRARequest | None, tally: Tally
+    llm: LLM, texts: list[Prompt], given: dict[str, Any], lora: LoRARequest | None, tally: Tally
 ) -> None:
     params = llm.get_default_sampling_params().replace(**given, output_kind=RequestOutputKind.DELTA)
     prompts = {str(number): text for number, text in enumerate(texts)}
@@ -175,7 +185,7 @@ def _print_text(
 
 
 def _print_json(
-    llm: LLM, texts: list[str], given: dict[str, Any], lora: LoRARequest | None, tally: Tally
+    llm: LLM, texts: list[Prompt], given: dict[str, Any], lora: LoRARequest | None, tally: Tally
 ) -> None:
     params = llm.get_default_sampling_params().replace(
         **given, output_kind=RequestOutputKind.FINAL_ONLY
