@@ -55,6 +55,7 @@ def test_a_message(client):
     assert message.content[0].text == "system\nBe brief.\n" + ANSWER
     assert (message.stop_reason, message.role) == ("end_turn", "assistant")
     assert message.usage.input_tokens > 0
+    assert message._request_id
     # What came back can be sent back.
     again = say(client, messages=[*HELLO, message.to_param(), *HELLO])
     assert again.content[0].text.count("Be brief.") == 1
@@ -81,6 +82,11 @@ def test_counting_and_betas(client):
         betas=["interleaved-thinking-2025-05-14"],
     )
     assert message.content[0].text == ANSWER
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["fake/model"]
+    assert client.models.retrieve("fake/model").id == "fake/model"
 
 
 def test_every_way_to_bring_a_key(server):

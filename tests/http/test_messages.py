@@ -190,6 +190,14 @@ def assistant(*blocks):
     return {"role": "assistant", "content": list(blocks)}
 
 
+def nested(depth):
+    """A document in a document in a ..."""
+    document = text("a")
+    for _ in range(depth):
+        document = {"type": "document", "source": {"type": "content", "content": [document]}}
+    return document
+
+
 CALL = {"type": "tool_use", "id": "c1", "name": "now", "input": {"zone": "UTC"}}
 
 
@@ -434,6 +442,8 @@ def test_what_agents_send_besides_is_accepted(server):
             {"messages": [user({"type": "document", "source": {"type": "base64"}})]},
             "messages[0].content[0].source.type",
         ),
+        ({"messages": [user(nested(2))]}, "messages[0].content[0].source.content[0].type"),
+        ({"messages": [user(nested(300))]}, "messages[0].content[0].source.content[0].type"),
         (
             {"messages": [user({"type": "image", "source": {"type": "file"}})]},
             "messages[0].content[0].source.type",
@@ -582,3 +592,18 @@ def test_both_are_counted_in_the_metrics(server):
     metrics = server.get("/metrics").body.decode()
     assert 'handler="/v1/messages"' in metrics
     assert 'handler="/v1/messages/count_tokens"' in metrics
+
+
+def test_b127_huge_wishes_are_refused_at_once():
+    with LiveServer() as server:
+        for fields in (
+            {"messages": HELLO * 60_000},
+            {"messages": [user(*[text("a")] * 60_000)]},
+            {"system": [text("a")] * 60_000},
+            {"tools": [NOW] * 60_000},
+            {"stop_sequences": ["x"] * 100_000},
+            {"max_tokens": 10**12},
+        ):
+            assert post(server, **fields).status == 400, fields.keys()
+        assert not server.engine.calls
+        assert post(server).status == 200

@@ -543,3 +543,18 @@ def test_tokens_are_counted_as_they_will_be_read(server):
         }
     assert server.post("/v1/responses/input_tokens", {"input": []}).status == 400
     assert server.post("/v1/responses/input_tokens", {"input": "a", "model": "x"}).status == 404
+
+
+def test_b127_huge_wishes_are_refused_at_once():
+    with LiveServer() as server:
+        for fields in (
+            {"input": [{"role": "user", "content": "a"}] * 60_000},
+            {"input": [message("user", *[said("a")] * 60_000)]},
+            {"tools": [NOW] * 60_000},
+            {"metadata": {str(i): "" for i in range(100_000)}},
+            {"max_output_tokens": 10**12},
+            {"top_logprobs": 10**6},
+        ):
+            assert post(server, **fields).status == 400, fields.keys()
+        assert not server.engine.calls
+        assert post(server).status == 200

@@ -8,9 +8,13 @@
     prompts.py       text, ids or messages -> token ids, off the event loop
     sampling.py      request fields -> SamplingParams
     generation.py    outputs of one or several prompts, merged; failures
+    messages/, responses/   Anthropic's Messages and OpenAI's Responses, both as chats
+    blocks.py        an answer as a list of blocks, for these two
+    renames.py, error_shapes.py   their errors, in their words and shapes
+    batch.py         files of requests, without a socket
     completions.py, chat.py, models.py, tokenization.py, health.py, admin.py, pages.py   endpoints
     sse.py           a stream on the wire: frames, keep-alive, disconnects
     metrics.py       what Prometheus sees
 
-Nothing here runs per token but `sse.py` and the frame writers of the two streaming endpoints.
+Nothing here runs per token but `sse.py` and the frame writers of the streaming endpoints.
 """

@@ -105,6 +105,6 @@ async def _routing_error(request: Request, error: Any) -> Response:
     return Response(
         shape.body(ours, record.request_id),
         error.status_code,
-        headers={**dict(error.headers or {}), **shape.headers(ours, record.request_id)},
+        headers=dict(error.headers or {}),
         media_type="application/json",
     )

@@ -1,4 +1,4 @@
-"""How an error looks to a client: by the dialect of the path that it asked."""
+"""How an error looks to a client: by the dialect of the path that it asked for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tokenmill.entrypoints.http.errors import error_headers, error_object, status_of
+from tokenmill.entrypoints.http.errors import error_object, status_of
 
 OVERLOADED = 529
 """Anthropic's status of a server that cannot take requests now; its clients try again."""
@@ -26,6 +26,9 @@ _ANTHROPIC_TYPES = {
 class ErrorShape:
     """OpenAI's: `{"error": {"message", "type", "param", "code"}}`."""
 
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+    """Names under which every answer has its request's id."""
+
     def status(self, error: Exception) -> int:
         """HTTP status."""
         return status_of(error)
@@ -34,16 +37,14 @@ class ErrorShape:
         """JSON; `request_id` is the one that the headers have."""
         return msgspec.json.encode(error_object(error))
 
-    def headers(self, error: Exception, request_id: str) -> dict[str, str]:
-        """Headers of its own, besides `x-request-id`."""
-        return error_headers(error)
-
 
 class AnthropicErrorShape(ErrorShape):
     """`{"type": "error", "error": {"type", "message", "details"}, "request_id"}`.
 
     `details` has our code and the field at fault, under the names that the client's library reads.
     """
+
+    id_headers = (b"x-request-id", b"request-id")
 
     def status(self, error: Exception) -> int:
         """As in OpenAI's shape, but for a server that is about to stop or to start again."""
@@ -62,10 +63,6 @@ class AnthropicErrorShape(ErrorShape):
             details["param"] = ours["param"]
         theirs = {"type": kind, "message": ours["message"], "details": details}
         return msgspec.json.encode({"type": "error", "error": theirs, "request_id": request_id})
-
-    def headers(self, error: Exception, request_id: str) -> dict[str, str]:
-        """The request's id once more, under the name that the client's library reads."""
-        return {**error_headers(error), "request-id": request_id}
 
 
 OPENAI_ERRORS = ErrorShape()

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tokenmill.entrypoints.http.auth import OPEN_PATHS
 from tokenmill.entrypoints.http.error_shapes import ErrorShape, error_shape
-from tokenmill.entrypoints.http.errors import ClientDisconnectedError
+from tokenmill.entrypoints.http.errors import ClientDisconnectedError, error_headers
 from tokenmill.entrypoints.http.record import (
     CLIENT_GONE,
     RequestRecord,
@@ -39,12 +39,14 @@ class RequestMiddleware:
             return
         record = RequestRecord(request_id_of(scope["headers"]), scope["method"], scope["path"])
         scope["tokenmill.record"] = record
+        shape = error_shape(route_path(scope))
         request_id = record.request_id.encode("ascii")
+        ids = [(name, request_id) for name in shape.id_headers]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                message["headers"] = [*message["headers"], *ids]
             await send(message)
 
         try:
@@ -55,7 +57,7 @@ class RequestMiddleware:
         except ClientDisconnectedError:
             record.status, record.code = CLIENT_GONE, "client_disconnected"
         except Exception as error:  # noqa: BLE001 - the last one who can answer
-            await _answer(error, record, error_shape(route_path(scope)), send_with_id)
+            await _answer(error, record, shape, send_with_id)
         finally:
             self._note(record, scope)
 
@@ -100,7 +102,7 @@ async def _send_error(error: Exception, request_id: str, shape: ErrorShape, send
     """A whole response that says what went wrong."""
     body = shape.body(error, request_id)
     headers = {"content-type": "application/json", "content-length": str(len(body))}
-    pairs = {**headers, **shape.headers(error, request_id)}.items()
+    pairs = {**headers, **error_headers(error)}.items()
     start: dict[str, Any] = {
         "type": "http.response.start",
         "status": shape.status(error),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tokenmill.entrypoints.http.auth import Headers
 from tokenmill.errors import InvalidRequestError, shown
 
-ANSWERED_HEADERS = ("x-request-id", "retry-after")
+ANSWERED_HEADERS = ("x-request-id", "request-id", "retry-after")
 """Headers of ours that pages of other origins may read."""
 CLIENT_GONE = 499
 """Status in the log where the client left before its answer was complete; nginx's number."""

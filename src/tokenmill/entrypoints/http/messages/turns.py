@@ -211,8 +211,11 @@ def _document(where: str, block: dict[str, Any]) -> list[tuple[str, dict[str, An
         ]
     if kind == "content":
         assert isinstance(source, dict)
-        blocks = _blocks(source.get("content"), f"{where}.source.content")
-        return [*parts, *(part for place, each in blocks for part in _parts(place, each))]
+        for place, each in _blocks(source.get("content"), f"{where}.source.content"):
+            if each["type"] not in ("text", "image"):  # no document within a document
+                raise _unknown(place, each["type"])
+            parts += _parts(place, each)
+        return parts
     raise _invalid(
         f"{where}.source.type",
         f"is {shown(kind)}; this server reads documents of type text and content only",

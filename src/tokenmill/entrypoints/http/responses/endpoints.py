@@ -16,7 +16,7 @@ from tokenmill.entrypoints.http.errors import (
 )
 from tokenmill.entrypoints.http.json_response import json_response
 from tokenmill.entrypoints.http.openapi import json_body, replies
-from tokenmill.entrypoints.http.prompts import chat_prompt
+from tokenmill.entrypoints.http.prompts import chat_prompt, check_num_values
 from tokenmill.entrypoints.http.record import RequestRecord
 from tokenmill.entrypoints.http.responses import background
 from tokenmill.entrypoints.http.responses.items import Item, checked_items
@@ -195,6 +195,7 @@ async def _resolved(
     Raises `InvalidRequestError`, `PreviousResponseNotFoundError`.
     """
     owner = record.key_name or ""
+    check_num_values({"input": fields.input})  # before each of them is looked at
     items = checked_items(fields.input, state.new_name)
     for i, item in enumerate(items):
         if item["type"] == "item_reference":
