@@ -51,10 +51,10 @@ class Replicas(Sequence[Replica]):
             )
 
     def choose(self, request: EngineCoreRequest, among: Sequence[Replica] | None = None) -> Replica:
-        """The replica that is to have a request: of `among`, or of all that live; one that takes
-        requests now, if there is one.
+        """The replica that is to have a request: of `among` that live, or of all that do; one that
+        takes requests now, if there is one.
         """
-        able = self.alive if among is None else among
+        able = [each for each in self.alive if among is None or each in among] or self.alive
         able = [each for each in able if each.client is not None] or able
         if len(able) == 1 == len(self):
             return able[0]

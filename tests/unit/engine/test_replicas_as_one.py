@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from helpers.core import create_request
 from tokenmill.config.engine_config import CacheConfig
 from tokenmill.contracts.request import AdapterInfo
 from tokenmill.engine.replica import Replica
@@ -96,3 +97,20 @@ def test_nobody_can_read_an_adapter_while_all_are_down():
 )
 def test_caches_are_empty_when_all_are(answers, done):
     assert asyncio.run(replicas(*answers).reset_prefix_caches()) is done
+
+
+def test_who_is_asked_for_has_it_unless_it_is_gone():
+    all_ = replicas(True, None, True)
+    request = create_request(list(range(40)))
+
+    def rank(*among):
+        return all_.choose(request, [all_[each] for each in among] or None).rank
+
+    assert rank() == rank() == 0  # where its prefix is
+    assert rank(1) == 1  # it waits there
+    assert rank(1, 2) == 2
+    all_[1].supervisor.has_given_up = True
+    assert rank(1) != 1
+    all_[1].supervisor.has_given_up = False
+    all_[0].supervisor.is_serving = all_[2].supervisor.is_serving = False
+    assert {rank() for _ in range(6)} == {0, 1, 2}  # all have the prefix by now, and all wait
