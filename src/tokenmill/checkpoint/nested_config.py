@@ -77,8 +77,10 @@ _TEXT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
             "eos_token_id": 1,
         },
     ),
-    "qwen2_vl_text": ("Qwen2ForCausalLM", _QWEN2_VL),
-    "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN2_VL),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+        ("Qwen2ForCausalLM", _QWEN2_VL),
+    ),
 }
 """`model_type` of a `text_config` -> the decoder's own architecture, and what a file leaves out."""
 
