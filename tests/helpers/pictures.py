@@ -47,13 +47,14 @@ class TinyProcessor:
         return ProcessedImage({"pixels": pixels}, [PLACEHOLDER] * count + [END], [(0, count)])
 
 
-def tiny_images(*, max_model_len=512, fetcher=None, processor=None, **settings):
+def tiny_images(*, max_model_len=512, fetcher=None, processor=None, max_embeds=None, **settings):
     """What the engine makes of images, on the processor above."""
     return Images(
         processor or TinyProcessor(),
         MultiModalConfig(**settings),
         identity="tiny",
         max_model_len=max_model_len,
+        max_embeds=max_embeds,
         fetcher=fetcher,
     )
 

@@ -197,6 +197,13 @@ def test_b114_an_image_that_cannot_fit_is_refused_before_it_is_processed():
         prepare(images, picture(64, 64), picture(64, 64))
 
 
+def test_b114_an_image_that_the_engine_never_has_room_for():
+    images = tiny_images(max_embeds=3)
+    assert len(prepare(images, picture(24, 8))[0].token_ids) == 4
+    with pytest.raises(InvalidRequestError, match=r"\[0\]: the image has 4 embeddings.*_size=3"):
+        prepare(images, picture(32, 8))
+
+
 @pytest.mark.parametrize("source", [None, 3, ["a"], {"url": "a"}])
 def test_other_types_are_refused(source):
     with pytest.raises(InvalidRequestError, match=f"type {type(source).__name__}"):

@@ -37,6 +37,8 @@ def build_images(config: EngineConfig, tokenizer: Tokenizer | None) -> Images | 
     native = model.implementation == "tokenmill"
     if not native or model.pooling or tokenizer is None or not takes_images(model.architecture):
         return None
+    if config.device != "cpu":
+        return None
     from tokenmill.features.multimodal.images import Images  # with all that fetches and decodes
 
     try:
@@ -53,6 +55,7 @@ def build_images(config: EngineConfig, tokenizer: Tokenizer | None) -> Images | 
         config.multimodal,
         identity=typed_digest(model.architecture, *map(as_text, settings)),
         max_model_len=model.max_model_len,
+        max_embeds=None if config.encoder is None else config.encoder.encoder_cache_size,
     )
 
 

@@ -71,9 +71,12 @@ class Images:
         *,
         identity: str,
         max_model_len: int,
+        max_embeds: int | None = None,
         fetcher: Fetcher | None = None,
     ) -> None:
-        """`identity` names the processor and its settings: another one makes other inputs."""
+        """`identity` names the processor and its settings: another one makes other inputs.
+        `max_embeds` is the most embeddings of one image that the engine has room for.
+        """
         self.mark_token = processor.mark_token
         """Stands for an image in a prompt."""
         self.mark_token_id = processor.mark_token_id
@@ -87,6 +90,7 @@ class Images:
         self._config = config
         self._identity = identity
         self._max_model_len = max_model_len
+        self._max_embeds = max_embeds
         self._fetcher = fetcher or Fetcher(config.domains)
         self._kept = _Kept(config.cache_bytes)
         self._decoding = threading.BoundedSemaphore(_NUM_DECODING)
@@ -244,6 +248,12 @@ class Images:
     ) -> PreparedImage:
         limits.check_image(self._processor.num_tokens(image.width, image.height, options))
         processed = self._processor.process(image, options)
+        num_embeds = sum(count for _, count in processed.embed_spans)
+        if self._max_embeds is not None and num_embeds > self._max_embeds:
+            raise refused(
+                f"the image has {num_embeds} embeddings, more than are kept at a time"
+                f" (encoder_cache_size={self._max_embeds}); send a smaller one"
+            )
         return PreparedImage(
             content_hash,
             _as_tensors(processed),
