@@ -12,12 +12,12 @@ system while a disk works, so there are more of them than processors.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 
-from tokenmill.checkpoint.checkpoint import Checkpoint, Pages, RawTensor
+from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, Checkpoint, Pages, RawTensor
 from tokenmill.checkpoint.mapped_file import FileRange
 from tokenmill.errors import CheckpointError
 
@@ -44,8 +44,15 @@ class ReadAhead:
     slower, and may be used after its end.
     """
 
-    def __init__(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        names: Sequence[str],
+        rows: Mapping[str, range] | None = None,
+    ) -> None:
+        """Of tensors in `rows`, only these rows are wanted."""
         self._checkpoint = checkpoint
+        self._rows = rows or {}
         self._chunks: list[_Chunk] = []
         self._starts: dict[str, int] = {}
         """Where a tensor's bytes begin along all tensors."""
@@ -122,11 +129,23 @@ class ReadAhead:
         for name in names:
             self._starts[name], self._firsts[name] = position, len(self._chunks)
             for source in self._sources[name]:
-                for begin in range(source.begin, source.end, CHUNK_BYTES):
-                    end = min(begin + CHUNK_BYTES, source.end)
+                wanted = self._wanted(name, source)
+                for begin in range(wanted.begin, wanted.end, CHUNK_BYTES):
+                    end = min(begin + CHUNK_BYTES, wanted.end)
                     piece = FileRange(source.file, begin, end)
-                    self._chunks.append(_Chunk(position, position + end - begin, piece))
-                    position += end - begin
+                    first = position + begin - source.begin
+                    self._chunks.append(_Chunk(first, first + end - begin, piece))
+                position += source.end - source.begin
+
+    def _wanted(self, name: str, source: FileRange) -> FileRange:
+        """What of a tensor's bytes is to be read; others are read when they are touched."""
+        rows = self._rows.get(name)
+        is_packed = self._checkpoint.tensor_formats[name].startswith(PACKED_PREFIX)
+        if rows is None or is_packed or len(self._sources[name]) > 1:
+            return source
+        row_bytes = (source.end - source.begin) // self._checkpoint.tensor_shapes[name][0]
+        begin = source.begin + rows.start * row_bytes
+        return FileRange(source.file, begin, begin + len(rows) * row_bytes)
 
     def _work(self) -> None:
         while (chunk := self._take()) is not None:

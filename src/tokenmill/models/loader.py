@@ -158,7 +158,8 @@ def fill(slots: list[WeightSlot], checkpoint: Checkpoint, on_progress: Progress)
     done, total = 0, checkpoint.num_bytes
     on_progress(done, total)
     begin = time.monotonic()
-    with ReadAhead(checkpoint, [slot.name for slot in slots]) as ahead:
+    rows = {slot.name: slot.rows for slot in slots if slot.rows is not None}
+    with ReadAhead(checkpoint, [slot.name for slot in slots], rows) as ahead:
         for slot in slots:
             raw = ahead.read(slot.name)
             slot.load(raw)

@@ -75,6 +75,30 @@ def test_reading_stays_within_the_window(tmp_path, monkeypatch):
     assert not [t for t in threading.enumerate() if t.name == "read-ahead"]
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_of_a_tensor_that_is_divided_only_its_part_is_read(tmp_path, monkeypatch):
+    tensors = {name: random_bytes(64, PAGE) for name in ("a", "b", "c")}
+    checkpoint = directory(tmp_path, tensors)
+    read: list[tuple[int, int]] = []
+    populate = MappedFile.populate
+
+    def noted(self, begin, end):
+        populate(self, begin, end)
+        read.append((begin, end))
+
+    monkeypatch.setattr(MappedFile, "populate", noted)
+    rows = {"a": range(32, 64), "b": range(8)}
+    with ReadAhead(checkpoint, list(tensors), rows) as ahead:
+        for name, tensor in tensors.items():
+            raw = ahead.read(name)
+            part = rows.get(name, range(64))
+            raw.pages.need(part.start * PAGE, part.stop * PAGE)
+            assert torch.equal(raw.data, tensor.view(-1))  # the rest, too, when it is touched
+    assert sum(end - begin for begin, end in read) == (32 + 8 + 64) * PAGE
+    (source,) = checkpoint.file_ranges("a")
+    assert min(begin for begin, _ in read) == source.begin + 32 * PAGE
+
+
 def wait_until(holds) -> None:
     deadline = time.monotonic() + 60
     while not holds():
