@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.fake_engine import FakeEngine, Script, tiny_tokenizer
 from helpers.live_server import LiveServer
+from tokenmill.config.engine_config import EncoderConfig
 from tokenmill.contracts.request import FinishReason
 
 NAMES = {
@@ -55,6 +57,15 @@ def test_b124_names():
     with LiveServer() as server:
         found = set(families(server))
     assert {name for name in found if not name.startswith("process_")} == NAMES
+
+
+def test_names_of_an_engine_with_an_encoder():
+    engine = FakeEngine()
+    engine.config = dataclasses.replace(engine.config, encoder=EncoderConfig(64, 256))
+    with LiveServer(engine) as server:
+        found = set(families(server))
+    encoder = {"tokenmill:encoder_cache_queries", "tokenmill:encoder_cache_hits"}
+    assert {name for name in found if not name.startswith("process_")} == NAMES | encoder
 
 
 def test_names_and_numbers_of_speculation():

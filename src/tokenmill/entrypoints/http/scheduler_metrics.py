@@ -36,6 +36,10 @@ _COUNTERS: _Rows = (
     ("num_preemptions", lambda s: s.num_preemptions, "Times that a sequence lost its blocks."),
     ("corrupted_requests", lambda s: s.num_errors, "Sequences that failed in the engine."),
 )
+_ENCODER_COUNTERS: _Rows = (
+    ("encoder_cache_queries", lambda s: s.encoder_cache_queries, "Images that steps asked for."),
+    ("encoder_cache_hits", lambda s: s.encoder_cache_hits, "Of these, images encoded before."),
+)
 _EXTERNAL_COUNTERS: _Rows = (
     (
         "external_prefix_cache_queries",
@@ -75,6 +79,9 @@ class SchedulerCollector(Collector):
         external = _EXTERNAL_COUNTERS if engine.config.kv_transfer is not None else ()
         for name, value_of, text in (*_COUNTERS, *external, *drafts):
             yield self._filled(CounterMetricFamily(f"vllm:{name}", text, labels=LABELS), value_of)
+        for name, value_of, text in _ENCODER_COUNTERS if engine.config.encoder is not None else ():
+            family = CounterMetricFamily(f"tokenmill:{name}", text, labels=LABELS)
+            yield self._filled(family, value_of)
         if engine.images is not None:
             yield from self._images(engine.images)
         if drafts:

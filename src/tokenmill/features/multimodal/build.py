@@ -34,10 +34,8 @@ def build_images(config: EngineConfig, tokenizer: Tokenizer | None) -> Images | 
     logged: texts are answered all the same.
     """
     model = config.model
-    native = model.implementation == "tokenmill"
-    if not native or model.pooling or tokenizer is None or not takes_images(model.architecture):
-        return None
-    if config.device != "cpu":
+    encodes = model.implementation == "tokenmill" and config.device == "cpu"
+    if not encodes or model.pooling or tokenizer is None or not takes_images(model.architecture):
         return None
     from tokenmill.features.multimodal.images import Images  # with all that fetches and decodes
 
