@@ -29,6 +29,9 @@ _SPECIAL_TOKEN_NAMES = (
 )
 _END_TOKEN_NAMES = ("eos_token", "eot_token")
 
+_PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
+"""Where older checkpoints of models that take images have their template; the second wins."""
+
 
 def tokenizer_from_directory(directory: Path) -> Tokenizer:
     """Read tokenizer.json (or vocab.json and merges.txt) and the settings beside it.
@@ -145,8 +148,9 @@ def surrounding(
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. Files of their own win over the configuration, which gives one source or a
-    list of named ones.
+    """Templates by name. Files of their own win over those of a processor of images, which knows
+    parts that the tokenizer's may not know; the configuration gives one source or a list of named
+    ones.
     """
     templates: dict[str, str] = {}
     given = config.get("chat_template")
@@ -156,6 +160,10 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
         for entry in given:
             if isinstance(entry, dict):
                 templates[str(entry.get("name"))] = str(entry.get("template"))
+    for name in _PROCESSOR_FILES:
+        given = _read_object(directory / name).get("chat_template")
+        if isinstance(given, str):
+            templates[DEFAULT_TEMPLATE] = given
     files = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
     files[DEFAULT_TEMPLATE] = directory / "chat_template.jinja"
     for name, path in files.items():

@@ -99,6 +99,10 @@ def test_a_template_of_parts_alone_gets_no_strings():
     expected = "one<|im_end|>two<|im_end|>"
     assert render_messages(messages, template=PARTS_ONLY).text == expected
     assert render_messages(messages, template=PARTS_ONLY, images=None).text == expected
+    # Some look at the first part of every message.
+    first = "{% for m in messages %}{{ m.content[0].type }}|{% endfor %}" + PARTS_ONLY
+    silent = [{"role": "user", "content": ""}, {"role": "assistant", "content": None}]
+    assert render_messages(silent, template=first).text.startswith("text|text|")
 
 
 @pytest.mark.parametrize(

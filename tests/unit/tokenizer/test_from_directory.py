@@ -100,6 +100,14 @@ def test_templates_in_the_configuration_and_in_files(tmp_path):
     assert write(tmp_path, {}, chat_template__jinja="F").chat_template == "F"
 
 
+def test_templates_of_processors_win_over_the_configuration(tmp_path):
+    (tmp_path / "processor_config.json").write_text('{"chat_template": "P", "image_token": "<i>"}')
+    assert write(tmp_path, {"chat_template": "A"}).chat_template == "P"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "J"}')
+    assert write(tmp_path, {"chat_template": "A"}).chat_template == "J"
+    assert write(tmp_path, {}, chat_template__jinja="F").chat_template == "F"
+
+
 def test_no_template(tmp_path):
     assert write(tmp_path).chat_template is None
 

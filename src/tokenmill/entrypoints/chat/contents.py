@@ -45,7 +45,7 @@ class Contents:
         parts = self._parts(content, where)
         has_images = any(part is None for part in parts)
         if self._takes_parts and (has_images or not self._takes_text):
-            return [_part_of(part) for part in parts]
+            return [_part_of(part) for part in parts or [""]]
         assert self._marks is not None or not has_images
         text, after_text = "", False
         for part in parts:

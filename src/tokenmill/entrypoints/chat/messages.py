@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenmill.entrypoints.chat.call_forms import call_forms
 from tokenmill.entrypoints.chat.contents import Contents
+from tokenmill.entrypoints.chat.system_turns import placed_system_messages
 from tokenmill.entrypoints.chat.templates import ChatTemplate
 from tokenmill.entrypoints.parsers.custom_calls import CUSTOM_INPUT
 from tokenmill.errors import InvalidRequestError
@@ -33,7 +34,8 @@ def normalise_messages(
     messages, and takes text alone unless it is given.
 
     The `developer` role becomes `system` if the template does not know it. Other roles than the
-    usual ones are taken if the template names them.
+    usual ones are taken if the template names them. System messages that the template would refuse
+    or forget become part of others (`system_turns.py`).
 
     Raises `InvalidRequestError` that names the field, such as `messages[2].content`.
     """
@@ -42,10 +44,11 @@ def normalise_messages(
     if not messages:
         raise _invalid("messages", "is empty; it needs at least one message")
     contents = contents or Contents(template, None)
-    return [
+    normal = [
         _message(message, f"messages[{i}]", template, contents)
         for i, message in enumerate(messages)
     ]
+    return placed_system_messages(normal, template)
 
 
 def _message(
