@@ -135,10 +135,11 @@ def _check_features(args: EngineArgs, device: str) -> None:
             f"{given} runs on a CPU only so far: sums over NCCL would depend on the batch, and"
             f" nobody has run it. Use device='cpu', or data_parallel_size for several GPUs."
         )
-    if args.enable_lora:
+    if args.enable_lora and args.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"{given} with enable_lora is not supported: adapters are not divided among ranks."
-            f" Merge the adapter into the weights, or use data_parallel_size."
+            f"pipeline_parallel_size={args.pipeline_parallel_size} with enable_lora is not"
+            f" supported: adapters are not divided among stages. Use tensor_parallel_size, or merge"
+            f" the adapter into the weights."
         )
     if args.kv_transfer_config or args.kv_offload_dir or args.kv_offload_gb:
         raise ConfigError(

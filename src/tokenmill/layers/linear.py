@@ -15,6 +15,7 @@ from tokenmill.layers.weights import (
     parameter_slot,
     transposed_slot,
 )
+from tokenmill.parallel.shares import Share
 
 
 class Linear(nn.Module):
@@ -39,6 +40,7 @@ class Linear(nn.Module):
         """With `is_transposed`, the checkpoint has [in_features, out_features] (GPT-2)."""
         super().__init__()
         self.parts = out_features if isinstance(out_features, Mapping) else {"": out_features}
+        self.in_features = in_features
         self.out_features = sum(self.parts.values())
         self.dtype = dtype
         self.is_transposed = is_transposed
@@ -58,6 +60,14 @@ class Linear(nn.Module):
             if self.bias is not None:
                 yield parameter_slot(f"{name}.bias", self.bias[rows])
             start += size
+
+    def row_shares(self) -> list[list[Share]]:
+        """Of each part's tensor the rows that are here, one behind the other."""
+        return [[Share(size, 0, size)] for size in self.parts.values()]
+
+    def column_share(self) -> Share:
+        """Of the inputs those that are here."""
+        return Share(self.in_features, 0, self.in_features)
 
     def empty_input(self, num_rows: int) -> Activations:
         """A place for this layer's input, in the form in which it is read."""

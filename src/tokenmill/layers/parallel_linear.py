@@ -58,6 +58,9 @@ class ColumnParallelLinear(Linear):
             for _ in range(per_part):
                 yield rows_slot(next(slots), shares)
 
+    def row_shares(self) -> list[list[Share]]:
+        return list(self.shares.values())
+
 
 class RowParallelLinear(Linear):
     """One projection, and of its inputs those that this rank has."""
@@ -79,6 +82,9 @@ class RowParallelLinear(Linear):
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         for slot in super().weight_slots(prefix):
             yield columns_slot(slot, self.share) if len(slot.shape) == 2 else slot
+
+    def column_share(self) -> Share:
+        return self.share
 
     def forward(self, x: Activations) -> torch.Tensor:
         """Project x [N, this rank's in_features] to [N, out_features]; the bias counts once."""

@@ -75,7 +75,9 @@ class AdapterReader:
         self._config = config
         self._sites = sites
         self._places = places
-        values = sum(len(site.modules) * site.in_features + sum(site.widths) for site in sites)
+        values = sum(
+            len(site.modules) * site.column_share.total + sum(site.whole_widths) for site in sites
+        )
         self._most_bytes = 4 * config.max_lora_rank * values + (16 << 20)
         """Of a file: float32, and a header."""
 
@@ -159,9 +161,9 @@ class AdapterReader:
             faults.add("modules with one matrix of two", module)
             return None
         site, rank = self._sites[place.site], settings.rank_of(module)
-        width = site.widths[place.part]
+        width = site.whole_widths[place.part]
         for letter, tensor, shape in (
-            ("A", pair.a, (rank, site.in_features)),
+            ("A", pair.a, (rank, site.column_share.total)),
             ("B", pair.b, (width, rank)),
         ):
             if tuple(tensor.shape) != shape:
@@ -176,7 +178,8 @@ class AdapterReader:
                 return None
         dtype: torch.dtype = getattr(torch, self._config.dtype)
         b = pair.b if site.row_order is None else pair.b[site.row_order]
-        return LowRank(pair.a.to(dtype), b.to(dtype), settings.scale_of(module))
+        a, b = site.own_columns(pair.a), site.own_rows(place.part, b)
+        return LowRank(a.to(dtype), b.to(dtype), settings.scale_of(module))
 
 
 def _listed(names: Sequence[str]) -> str:

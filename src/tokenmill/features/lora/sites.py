@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from tokenmill.checkpoint.nested_config import is_of_tower
 from tokenmill.layers.linear import Linear
+from tokenmill.parallel.shares import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,37 @@ class Site:
     linear: Linear
     modules: tuple[str, ...]
     """What the model's checkpoint calls its projections, in the order of the layer's columns."""
-    widths: tuple[int, ...]
-    """Their columns."""
-    in_features: int
+    row_shares: tuple[Sequence[Share], ...]
+    """Of each projection's outputs, those that this rank has."""
+    column_share: Share
+    """Of the inputs, those that this rank has."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of the layer that each projection has."""
+        return tuple(sum(share.size for share in shares) for shares in self.row_shares)
+
+    @property
+    def in_features(self) -> int:
+        return self.column_share.size
+
+    @property
+    def whole_widths(self) -> tuple[int, ...]:
+        """Outputs of the projections."""
+        return tuple(sum(share.total for share in shares) for shares in self.row_shares)
+
+    def own_columns(self, a: torch.Tensor) -> torch.Tensor:
+        """Of a matrix [any, inputs] of the projections, what this rank has."""
+        share = self.column_share
+        return a if share.is_whole else a[:, share.start : share.stop]
+
+    def own_rows(self, part: int, b: torch.Tensor) -> torch.Tensor:
+        """Of a matrix [outputs, any] of one projection, what this rank has."""
+        shares = self.row_shares[part]
+        if all(share.is_whole for share in shares):
+            return b
+        pieces = b.split([share.total for share in shares])
+        return torch.cat([piece[s.start : s.stop] for piece, s in zip(pieces, shares, strict=True)])
 
     @property
     def row_order(self) -> torch.Tensor | None:
@@ -73,8 +102,8 @@ def _site(name: str, linear: Linear) -> Site:
         name=name,
         linear=linear,
         modules=tuple(slot.name.removesuffix(".weight") for slot in slots),
-        widths=tuple(linear.parts.values()),
-        in_features=slots[0].shape[0 if linear.is_transposed else 1],
+        row_shares=tuple(linear.row_shares()),
+        column_share=linear.column_share(),
     )
 
 
