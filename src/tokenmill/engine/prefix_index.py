@@ -63,6 +63,8 @@ class PrefixIndex:
     def matched(self, owner: int, keys: Sequence[bytes]) -> int:
         """How many of the leading blocks the owner has been sent."""
         held = self._held[owner]
+        if not keys or keys[0] not in held:  # as nearly all of many owners
+            return 0
         return bisect_left(keys, True, key=lambda key: key not in held)
 
     def record(self, owner: int, keys: Sequence[bytes]) -> None:
