@@ -20,6 +20,8 @@ HOST_MODULES = [
     "tokenmill.engine.detokenizer",
     "tokenmill.engine.input_processor",
     "tokenmill.engine.output_processor",
+    "tokenmill.features.multimodal.build",
+    "tokenmill.features.multimodal.images",
     "tokenmill.tokenizer.tokenizer",
     "tokenmill.checkpoint.open",
     "tokenmill.entrypoints.cli.main",
@@ -35,6 +37,14 @@ def loaded_after(statement: str) -> set[str]:
 @pytest.mark.parametrize("module", HOST_MODULES)
 def test_host_modules_load_no_torch(module: str) -> None:
     assert "torch" not in loaded_after(f"import {module}")
+
+
+def test_pillow_is_loaded_with_the_first_image() -> None:
+    processors = ("llava", "idefics3", "pixtral", "qwen2_vl")
+    package = "tokenmill.features.multimodal"
+    modules = [f"{package}.images", *(f"{package}.processors.{each}" for each in processors)]
+    loaded = loaded_after(f"import {', '.join(modules)}")
+    assert not {"PIL", "torch"} & loaded
 
 
 def test_public_names_are_lazy_and_real() -> None:

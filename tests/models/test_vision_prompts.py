@@ -1,0 +1,96 @@
+"""Every family that takes images keeps to what prompts need of its processor."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.pictures import as_file, picture
+from helpers.tiny_text import CHATML
+from helpers.vision_families import VISION_FAMILIES, VisionFamily
+from helpers.vision_models import saved
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.engine import build
+from tokenmill.engine.input_processor import InputProcessor
+from tokenmill.entrypoints.chat.render import render_chat
+from tokenmill.errors import InvalidRequestError
+from tokenmill.sampling_params import SamplingParams
+
+SIZES = [(1, 1), (2, 3), (40, 30), (33, 70), (97, 41), (1, 400), (400, 1), (150, 150)]
+
+
+@pytest.fixture(scope="module", params=VISION_FAMILIES, ids=lambda family: family.name)
+def front(request: pytest.FixtureRequest) -> InputProcessor:
+    family: VisionFamily = request.param
+    args = EngineArgs(model=str(saved(family.name)), num_kv_blocks=64, device="cpu")
+    checkpoint = open_checkpoint(saved(family.name))
+    config = build.settle_config(args, checkpoint)
+    tokenizer = build.read_tokenizer(args, checkpoint)
+    return build.build_front_end(args, checkpoint, config, tokenizer).input_processor
+
+
+def test_marks(front: InputProcessor) -> None:
+    images, tokenizer = front.images, front._tokenizer
+    assert images is not None
+    assert tokenizer is not None
+    assert tokenizer.token_to_id(images.mark_token) == images.mark_token_id
+    ids = tokenizer.encode(images.mark_text, add_special_tokens=False)
+    assert ids.count(images.mark_token_id) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_b114_every_size_is_taken_or_refused(front: InputProcessor, size: tuple[int, int]) -> None:
+    images = front.images
+    assert images is not None
+    processor = images._processor
+    image = picture(*size)
+    try:
+        count = processor.num_tokens(*size, {})
+    except InvalidRequestError:
+        with pytest.raises(InvalidRequestError):
+            processor.process(image, {})
+        with pytest.raises(InvalidRequestError, match=r"\['image'\]\[0\]"):
+            images.prepare_all([image], {}, "multi_modal_data['image']")
+        return
+    processed = processor.process(image, {})
+    assert len(processed.token_ids) == count > 0
+    assert max(processed.token_ids) < front._vocab_size
+    end = 0
+    for start, length in processed.embed_spans:
+        assert start >= end
+        assert length > 0
+        end = start + length
+    assert 0 < end <= count
+    assert all(array.flags.c_contiguous for array in processed.inputs.values())
+
+
+def test_a_chat_of_strings_with_images_and_marks_of_users(front: InputProcessor) -> None:
+    images, tokenizer = front.images, front._tokenizer
+    assert images is not None
+    assert tokenizer is not None
+    sources = [as_file(picture(40, 30, seed=seed)) for seed in range(2)]
+    first, second = ({"type": "image", "image": source} for source in sources)
+    text = {"type": "text", "text": f"a {images.mark_token} b"}
+    messages = [{"role": "user", "content": [first, text, second]}]
+    rendered = render_chat(tokenizer, messages, chat_template=CHATML, images=images)
+    prompt = {
+        "prompt_token_ids": rendered.token_ids,
+        "multi_modal_data": {"image": rendered.images},
+    }
+    source = front.process("id", prompt, SamplingParams())
+    features = source.children[0].mm_features
+    alone = images.prepare_all(sources, {}, "images")
+    assert [each.content_hash for each in features] == [each.content_hash for each in alone]
+    lengths = sum(each.length for each in features)
+    assert len(source.prompt_token_ids) == len(rendered.token_ids) - 2 + lengths
+    for feature, image in zip(features, alone, strict=True):
+        begin, end = feature.offset, feature.offset + feature.length
+        assert source.prompt_token_ids[begin:end] == image.token_ids
+
+
+def test_unknown_options_are_refused(front: InputProcessor) -> None:
+    images = front.images
+    assert images is not None
+    with pytest.raises(InvalidRequestError) as caught:
+        images.prepare_all([picture(40, 30)], images.options({"colour": 1}), "images")
+    assert caught.value.parameter == "mm_processor_kwargs"
