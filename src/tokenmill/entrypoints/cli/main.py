@@ -51,6 +51,7 @@ _COMMANDS = (
         "Write a model's weights in fewer bits, packed for the CPU's kernels.",
     ),
     ("bench", "bench:app", "Measure this machine: figures beside their limits."),
+    ("simulate", "simulate:app", "Say what engines would do with a load, without running one."),
     (
         "collect-env",
         "collect_env:collect_env",
