@@ -22,6 +22,7 @@ from tokenmill.entrypoints.http.errors import (
     NotFoundError,
     SlowBodyError,
     UnavailableError,
+    error_headers,
 )
 from tokenmill.entrypoints.http.middleware import log_request, log_unforeseen, route_path
 from tokenmill.entrypoints.http.record import (
@@ -106,6 +107,7 @@ class _Client:
         self._state = state
         self._record = record
         self._path = path
+        self._shape = error_shape(path)
         self._scope = scope
         self._receive = receive
         self._raw_send = send
@@ -210,10 +212,10 @@ class _Client:
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._record.status = message["status"]
-            headers = message["headers"]
-            if not any(name == b"x-request-id" for name, _ in headers):
-                own = (b"x-request-id", self._record.request_id.encode("ascii"))
-                message["headers"] = [*headers, own]
+            there = {name for name, _ in message["headers"]}
+            own = self._record.request_id.encode("ascii")
+            names = [name for name in self._shape.id_headers if name not in there]
+            message["headers"] = [*message["headers"], *((name, own) for name in names)]
         await self._raw_send(message)
 
     async def fail(self, error: Exception) -> None:
@@ -224,10 +226,10 @@ class _Client:
         record.code = getattr(error, "code", None) or "internal_error"
         if record.status:  # that an answer has no end tells the client
             raise RuntimeError("a response was cut off") from None
-        shape = error_shape(self._path)
+        shape = self._shape
         body = shape.body(error, record.request_id)
         headers = {"content-type": "application/json", "content-length": str(len(body))}
-        headers |= shape.headers(error, record.request_id)
+        headers |= error_headers(error)
         if isinstance(error, NoBackendError):
             headers["retry-after"] = str(math.ceil(error.retry_after))
         pairs = [(name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
