@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from helpers.served import Collected, add_delta, process_exists, serve_args, until
-from helpers.tiny import write_wide_llama
+from helpers.tiny import tiny_llama, write_wide_llama
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.async_llm import AsyncLLM
 from tokenmill.errors import CheckpointError, EngineDeadError
 from tokenmill.kernels import native
+from tokenmill.structured_outputs import StructuredOutputsParams
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
 
@@ -173,6 +175,51 @@ def test_two_stages_of_two_ranks(deep_llama: Path) -> None:
     with engine(deep_llama, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
         found = check_equality(llm)
     check_against_transformers(deep_llama, found, 5e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"async_scheduling": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"enforce_eager": True},
+        {"num_threads": 1},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_nothing_else_makes_a_difference(wide_llama: Path, settings: dict[str, Any]) -> None:
+    with engine(wide_llama, tensor_parallel_size=2) as llm:
+        expected = results(llm.generate(*requests(), use_tqdm=False))
+    with engine(wide_llama, tensor_parallel_size=2, **settings) as llm:
+        assert results(llm.generate(*requests(), use_tqdm=False)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_grammars_bind_every_rank(size: str) -> None:
+    """Texts whose masks depend on the token before, beside one that is free."""
+    forms = ["[a-c]{4}-[0-9]{3}", "(yes|no), (yes|no)"]
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=24,
+            structured_outputs=StructuredOutputsParams(regex=form) if form else None,
+        )
+        for seed, form in enumerate([*forms, None])
+    ]
+    prompts = ["The quick", "brown fox", "jumps"]
+    texts = []
+    for count in (1, 2):
+        settings = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 40, "block_size": 16}
+        with LLM(str(tiny_llama()), **settings, **{size: count}) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        texts.append([output.outputs[0].text for output in outputs])
+    for form, text in zip(forms, texts[1], strict=False):
+        assert re.fullmatch(form, text)
+    if size.startswith("pipeline"):
+        assert texts[0] == texts[1]
 
 
 def rank_pids(core_pid: int) -> list[int]:
