@@ -47,6 +47,7 @@ async def stream(llm: AsyncLLM, number: int) -> Collected:
     return collected
 
 
+@pytest.mark.slow
 def test_streams_go_on_when_the_core_dies() -> None:
     with LLM(**SETTINGS) as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(prompts(), PARAMS)]

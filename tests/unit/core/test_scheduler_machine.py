@@ -230,7 +230,7 @@ class ImagesMachine(SchedulerMachine):
     )
     def arrive(self, pieces, **kwargs):
         token_ids, features = prompt_of(pieces)
-        if len(token_ids) > 24:
+        if len(token_ids) > 20:
             return
         kwargs["max_tokens"] += len(kwargs["initial"])
         super().arrive(
