@@ -250,3 +250,63 @@ def test_node(server, tmp_path):
             ["BadRequestError", 400, "invalid_request_error", "temperature"],
         ],
     }
+
+
+def test_node_with_the_other_dialects(server, tmp_path):
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    packages = ["openai@>=6", "@anthropic-ai/sdk@>=1"]
+    run(["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", *packages], tmp_path)
+    (tmp_path / "session.mjs").write_text(
+        script(
+            server,
+            """
+            import Anthropic from "@anthropic-ai/sdk";
+            import OpenAI from "openai";
+            const options = { apiKey: "sk-test", maxRetries: 0 };
+            const claude = new Anthropic({ baseURL: BASE.slice(0, -3), ...options });
+            const messages = [{ role: "user", content: "Hi" }];
+            const fields = { model: "tiny", max_tokens: 200, messages };
+            const whole = await claude.messages.create(fields);
+            const final = await claude.messages.stream(fields).finalMessage();
+            const count = await claude.messages.countTokens({ model: "tiny", messages });
+            const errors = [];
+            for (const more of [{ model: "other" }, { temperature: 9 }]) {
+              try {
+                await claude.messages.create({ ...fields, ...more });
+              } catch (error) {
+                errors.push([error.constructor.name, error.status, error.type]);
+              }
+            }
+            const openai = new OpenAI({ baseURL: BASE, ...options });
+            const first = await openai.responses.create({ model: "tiny", input: "Hi" });
+            const stream = openai.responses.stream({ model: "tiny", input: "Hi" });
+            const last = (await stream.finalResponse()).output_text;
+            const second = await openai.responses.create({
+              model: "tiny", input: "So?", previous_response_id: first.id,
+            });
+            const items = [];
+            for await (const item of openai.responses.inputItems.list(first.id)) {
+              items.push(item.type);
+            }
+            console.log(JSON.stringify({
+              whole: whole.content[0].text, final: final.content[0].text, reason: final.stop_reason,
+              count: count.input_tokens === whole.usage.input_tokens, errors,
+              first: first.output_text, last, second: second.output_text.includes("So?"), items,
+            }));
+            """,
+        )
+    )
+    assert json.loads(run(["node", "session.mjs"], tmp_path)) == {
+        "whole": ANSWER,
+        "final": ANSWER,
+        "reason": "end_turn",
+        "count": True,
+        "errors": [
+            ["NotFoundError", 404, "not_found_error"],
+            ["BadRequestError", 400, "invalid_request_error"],
+        ],
+        "first": ANSWER,
+        "last": ANSWER,
+        "second": True,
+        "items": ["message"],
+    }

@@ -326,6 +326,34 @@ def test_a_custom_tool_can_be_named_and_its_text_have_a_form(server):
     assert "[a-z]+" in server.engine.calls[-1][1].structured_outputs.grammar
 
 
+MATHS = {
+    "type": "namespace",
+    "name": "maths",
+    "description": "Sums.",
+    "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}, SHELL],
+}
+
+
+@BOTH
+def test_tools_of_a_namespace(server, stream):
+    text = ONE.replace("get_weather", "maths.add") + LS.replace('"sh"', '"maths.sh"') + LS
+    response = ask(server, text, stream=stream, tools=[SHELL, MATHS])
+    assert response["tools"][1] == MATHS
+    calls = response["output"]
+    assert [(call.get("namespace"), call["name"]) for call in calls] == [
+        ("maths", "add"),
+        ("maths", "sh"),
+        (None, "sh"),
+    ]
+    assert [call["type"] for call in calls] == ["function_call", *["custom_tool_call"] * 2]
+    results = [output(call["call_id"], "5") for call in calls]
+    ask(server, "Ho", stream=stream, input=[{"role": "user", "content": "Hi"}, *calls, *results],
+        tools=[SHELL, MATHS])  # fmt: skip
+    prompt = server.engine.calls[-1][0].text
+    for name in ("maths.add", "maths.sh", "sh"):
+        assert f'<tool_call>{{"name": "{name}", "arguments": {{' in prompt
+
+
 def test_effort(server):
     ask(server, "Ho", stream=False, reasoning={"effort": "none"})
     assert server.engine.calls[-1][0].text.rstrip().endswith("<think></think>")
@@ -426,6 +454,12 @@ def test_what_clients_send_besides_is_accepted(server):
         ({"previous_response_id": "resp_unknown"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [NOW, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+        ({"tools": [MATHS, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+        ({"tools": [NOW, {**MATHS, "name": "a b"}]}, "tools[1].tools[0].name"),
+        ({"tools": [{**MATHS, "tools": [NOW, NOW]}]}, "tools[0].tools[1]"),
+        ({"tools": [{**MATHS, "tools": [{"type": "x", "name": "a"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{**MATHS, "tools": 5}]}, "tools[0]"),
+        ({"tools": [{**MATHS, "tools": [5]}]}, "tools[0].tools[0]"),
         ({"tools": [{**NOW, "parameters": []}]}, "tools[0].parameters"),
         ({"tools": [{**SHELL, "format": {"type": "x"}}]}, "tools[0].format.type"),
         (

@@ -235,3 +235,63 @@ def test_calls_without_content_are_no_message_of_their_own():
 )
 def test_other_templates_get_objects_and_text(source):
     assert call_forms(source) == CallForms(text_arguments=False, null_content=False)
+
+
+SYSTEM = [
+    {"role": "system", "content": "one"},
+    {"role": "developer", "content": "two"},
+    {"role": "user", "content": "a"},
+    {"role": "system", "content": "three"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "system", "content": "four"},
+]
+FIRST_ONLY = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{ raise_exception('The system message must be the first one.') }}{% endif %}
+[{{ m.role }}]{{ m.content }}{% endfor %}"""
+FORGETS = """{% if messages[0].role == 'system' %}[system]{{ messages[0].content }}{% endif %}
+{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}
+{% endfor %}"""
+
+
+def shape(template, messages=SYSTEM):
+    return [
+        (each["role"], each["content"])
+        for each in normalise_messages(messages, ChatTemplate(template))
+    ]
+
+
+def test_system_messages_stay_where_a_template_takes_them():
+    assert [role for role, _ in shape(CHATML)] == [
+        "system", "system", "user", "system", "assistant", "user", "system"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [FIRST_ONLY, FORGETS])
+def test_system_messages_that_a_template_refuses_or_forgets_are_parts_of_others(template):
+    assert shape(template) == [
+        ("system", "one\n\ntwo"),
+        ("user", "a\n\nthree"),
+        ("assistant", "b"),
+        ("user", "c\n\nfour"),
+    ]
+    text = ChatTemplate(template).render(
+        {
+            "messages": [
+                dict(zip(("role", "content"), each, strict=True)) for each in shape(template)
+            ]
+        }
+    )
+    assert all(word in text for word in ("one", "two", "three", "four"))
+    alone = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, SYSTEM[3]]
+    assert shape(template, alone)[-1] == ("user", "three")
+    # One message at the beginning is nobody else's business.
+    assert shape(template, SYSTEM[1:3]) == [("system", "two"), ("user", "a")]
+
+
+def test_contents_that_are_parts_are_joined_as_parts():
+    template = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+    {{ raise_exception('no') }}{% endif %}{% for part in m.content %}{{ part.text }}{% endfor %}
+    {% endfor %}"""
+    first = shape(template, SYSTEM[:3])[0]
+    assert first == ("system", [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])

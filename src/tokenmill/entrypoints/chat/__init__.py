@@ -5,6 +5,7 @@
     contents.py    their contents: text and images
     marks.py       where images stand in the prompt
     call_forms.py, content_forms.py  what a template wants of calls and contents
+    system_turns.py  system messages where a template takes them
     templates.py   compiles and renders chat templates
     sandbox.py     the environment they run in, and its limits
 

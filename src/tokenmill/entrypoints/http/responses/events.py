@@ -74,7 +74,7 @@ class ResponseEvents:
         place, kind = self._place(block), _KINDS[block.kind]
         if block.kind in CALLS:
             name = "input" if block.kind is BlockKind.CUSTOM_CALL else "arguments"
-            done = {**place, "name": block.name, name: block.text}
+            done = {**place, name: block.text}
             written = self._event(f"{kind}.done", done)
         else:
             done = {**place, "text": block.text}

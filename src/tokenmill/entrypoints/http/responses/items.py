@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tokenmill.entrypoints.http.responses.tools import namespaced
 from tokenmill.entrypoints.parsers.custom_calls import CUSTOM_INPUT
 from tokenmill.errors import InvalidRequestError, shown
 
@@ -133,6 +134,8 @@ class ChatItems:
 
     def _call(self, where: str, item: Item) -> None:
         name, call_id = _string(item, "name", where), _string(item, "call_id", where)
+        if item.get("namespace") is not None:
+            name = namespaced(_string(item, "namespace", where), name)
         field = _CALLS[item["type"]]
         arguments: Any = _string(item, field, where)
         if item["type"] == "custom_tool_call":

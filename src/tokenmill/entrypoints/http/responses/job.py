@@ -34,6 +34,7 @@ from tokenmill.entrypoints.http.responses.output import (
 )
 from tokenmill.entrypoints.http.responses.protocol import ResponseReply, ResponsesRequest
 from tokenmill.entrypoints.http.responses.store import KeptResponse
+from tokenmill.entrypoints.http.responses.tools import ChatTools
 from tokenmill.entrypoints.http.responses.translation import chat_of
 from tokenmill.entrypoints.http.sse import DONE, Wire, Write
 from tokenmill.entrypoints.http.state import ServerState
@@ -70,7 +71,7 @@ class ResponsesJob(ChatJob):
         self._id = f"resp_{state.new_name()}"
         self._wire = _ResponsesWire(self)
         self._input = given.items
-        self.items = OutputItems(state.new_name)
+        self.items = OutputItems(state.new_name, ChatTools(request.tools or []).namespaces)
         self.events = ResponseEvents(self.items)
         self.so_far = empty_response(
             request, self._params, id=self._id, created=self._created, model=self._model

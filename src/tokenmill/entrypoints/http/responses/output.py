@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokenmill.entrypoints.http.blocks import Block, BlockKind
@@ -30,7 +30,11 @@ CALLS = (BlockKind.CALL, BlockKind.CUSTOM_CALL)
 class OutputItems:
     """The items of one answer: each block has one, whose id is the same wherever it is told."""
 
-    def __init__(self, new_name: Callable[[], str]) -> None:
+    def __init__(
+        self, new_name: Callable[[], str], namespaces: Mapping[str, tuple[str, str]]
+    ) -> None:
+        """`namespaces` are those of the tools whose names in the chat have one in front."""
+        self._namespaces = namespaces
         self._new_name = new_name
         self._ids: list[str] = []
         self._logprobs: dict[int, list[TokenLogprob]] = {}
@@ -75,11 +79,18 @@ class OutputItems:
             return {**item, "type": "reasoning", "summary": [], "encrypted_content": None}
         return {**item, "type": "message", "role": "assistant"}
 
-    def _call(self, block: Block, arguments: str, status: str) -> dict[str, Any]:
-        item = {"id": self.id(block), "status": status, "call_id": block.call_id}
-        if block.kind is BlockKind.CUSTOM_CALL:
-            return {**item, "type": "custom_tool_call", "name": block.name, "input": arguments}
-        return {**item, "type": "function_call", "name": block.name, "arguments": arguments}
+    def _call(self, block: Block, text: str, status: str) -> dict[str, Any]:
+        namespace, name = self._namespaces.get(block.name, (None, block.name))
+        is_custom = block.kind is BlockKind.CUSTOM_CALL
+        return {
+            "id": self.id(block),
+            "type": "custom_tool_call" if is_custom else "function_call",
+            "status": status,
+            "call_id": block.call_id,
+            **({} if namespace is None else {"namespace": namespace}),
+            "name": name,
+            "input" if is_custom else "arguments": text,
+        }
 
 
 def empty_response(

@@ -27,7 +27,7 @@ _TOOLS: dict[str, Any] = {
     "items": {
         "type": "object",
         "properties": {
-            "type": {"enum": ["function", "custom"]},
+            "type": {"enum": ["function", "custom", "namespace"]},
             "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,256}$"},
             "description": {"type": ["string", "null"]},
         },

@@ -9,7 +9,7 @@ from tokenmill.entrypoints.http.protocol import ChatCompletionRequest
 from tokenmill.entrypoints.http.renames import Renames, rules
 from tokenmill.entrypoints.http.responses.items import ChatItems, Item
 from tokenmill.entrypoints.http.responses.protocol import InputTokensRequest, ResponsesRequest
-from tokenmill.entrypoints.http.responses.tools import chat_choice, chat_tools
+from tokenmill.entrypoints.http.responses.tools import ChatTools, chat_choice
 from tokenmill.errors import InvalidRequestError, shown
 
 LOGPROBS = "message.output_text.logprobs"
@@ -19,9 +19,6 @@ _MAX_METADATA = 16
 _LONGEST_KEY, _LONGEST_VALUE = 64, 512
 _RULES = rules(
     {
-        "tools[i].custom.format.grammar": "tools[i].format",
-        "tools[i].custom": "tools[i]",
-        "tools[i].function": "tools[i]",
         "tool_choice.allowed_tools": "tool_choice",
         "response_format.json_schema": "text.format",
         "response_format": "text.format",
@@ -50,15 +47,15 @@ def chat_of(
     chat_items.history(history)
     chat_items.input(items)
     chat = ChatCompletionRequest(model=request.model, messages=chat_items.messages)
-    tools = request.tools or []
-    chat.tools = chat_tools(tools) or None
-    chat.tool_choice = chat_choice(request.tool_choice, tools)
+    tools = ChatTools(request.tools or [])
+    chat.tools = tools.tools or None
+    chat.tool_choice = chat_choice(request.tool_choice, request.tools or [])
     chat.parallel_tool_calls = request.parallel_tool_calls
     _set_form(chat, request.text or {})
     _set_effort(chat, request)
     if isinstance(request, ResponsesRequest):
         _set_sampling(chat, request)
-    return chat, Renames(_RULES, chat_items.places)
+    return chat, Renames(_RULES, {**chat_items.places, **tools.places})
 
 
 def _set_form(chat: ChatCompletionRequest, text: dict[str, Any]) -> None:
