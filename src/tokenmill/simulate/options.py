@@ -115,6 +115,7 @@ class SimulateOptions:
                 raise ConfigError("search=rate cannot be used with a trace, which has its times.")
         if self.trace is not None and self.sharegpt is not None:
             raise ConfigError("trace and sharegpt both say how long requests are; give one.")
+        self.goals()
         self.priority_weights()
         self.percents()
 
