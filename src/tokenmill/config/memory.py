@@ -84,6 +84,15 @@ class Weights:
     except on the native kernels: there they have eight bits."""
 
     @property
+    def num_decoder_values(self) -> int:
+        """Without towers: what the tokens of a step meet."""
+        return sum(
+            self._values_of(name, prod(shape))
+            for name, shape in self.shapes.items()
+            if not is_of_tower(name)
+        )
+
+    @property
     def num_values(self) -> int:
         return sum(self._values_of(name, prod(shape)) for name, shape in self.shapes.items())
 

@@ -34,7 +34,7 @@ class Sizing:
     def ops_per_token(self) -> int:
         """Of the products in all layers."""
         num_embeddings = self.parameters.vocab_size * self.parameters.hidden_size
-        return 2 * max(self.weights.num_values - num_embeddings, 1)
+        return 2 * max(self.weights.num_decoder_values - num_embeddings, 1)
 
 
 def step_shape(

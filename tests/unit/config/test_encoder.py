@@ -1,0 +1,80 @@
+"""Settings of what makes embeddings of images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tokenmill.config.engine_args import EngineArgs
+from tokenmill.config.engine_config import EncoderConfig, EngineConfig
+from tokenmill.config.machine import Accelerator, Machine
+from tokenmill.config.memory import render
+from tokenmill.config.resolve import resolve
+from tokenmill.errors import ConfigError
+
+GIB = 1 << 30
+CONFIG = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "vision_config": {"model_type": "clip_vision_model"},
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+}
+DECODER = {"model.embed_tokens.weight": (1000, 64), "model.layers.0.x.weight": (500, 100_000)}
+TOWER = {"vision_tower.layers.0.x.weight": (500, 300_000)}
+
+
+def resolved(
+    shapes: dict[str, tuple[int, ...]] = DECODER, on_gpu: bool = False, **settings: Any
+) -> EngineConfig:
+    gpu = Accelerator("a GPU", (9, 0), 80 * GIB, 80 * GIB) if on_gpu else None
+    text_only = settings.pop("text_only", False)
+    config = CONFIG | ({"architectures": ["LlamaForCausalLM"]} if text_only else {})
+    return resolve(
+        EngineArgs(**settings),
+        path="model",
+        config=config,
+        tensor_shapes=shapes,
+        tensor_formats=dict.fromkeys(shapes, "BF16"),
+        machine=Machine(2, 24 * GIB, 8 * GIB, accelerator=gpu),
+    )
+
+
+def test_defaults_follow_the_step_and_the_context() -> None:
+    config = resolved(max_num_batched_tokens=96)
+    assert config.encoder == EncoderConfig(96, 2048)
+    assert config.ledger.encoder_cache == 2048 * 64 * 2
+    assert "images" in render(config.ledger)
+    assert resolved(max_num_batched_tokens=96, max_model_len=64).encoder == EncoderConfig(96, 96)
+
+
+def test_what_was_set_holds() -> None:
+    config = resolved(max_num_encoder_input_tokens=7, encoder_cache_size=5000)
+    assert config.encoder == EncoderConfig(7, 5000)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"text_only": True}, {"on_gpu": True}, {"limit_mm_per_prompt": {"image": 0}}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_where_no_images_come_nothing_is_kept_for_them(settings: dict[str, Any]) -> None:
+    config = resolved(**settings)
+    assert config.encoder is None
+    assert config.ledger.encoder_cache == 0
+
+
+@pytest.mark.parametrize("name", ["max_num_encoder_input_tokens", "encoder_cache_size"])
+def test_impossible_sizes_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=0"):
+        resolved(**{name: 0})
+
+
+def test_a_tower_makes_steps_no_smaller() -> None:
+    alone, beside = (resolved(shapes) for shapes in (DECODER, DECODER | TOWER))
+    assert alone.ledger.weights < beside.ledger.weights
+    assert alone.scheduler == beside.scheduler
