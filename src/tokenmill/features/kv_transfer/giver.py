@@ -107,6 +107,7 @@ class Giver:
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
             raise ConfigError(
                 f"kv_transfer_config: {address} cannot be listened at: {error.strerror}. Set kv_ip"
                 " to an address of this machine, and kv_port to a free port, or 0."

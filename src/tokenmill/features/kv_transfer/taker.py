@@ -66,16 +66,15 @@ class Taker:
         size = min(max(_BATCH_BYTES // num_bytes, 1), MAX_KEYS)
         waiting = deque(blocks[begin : begin + size] for begin in range(0, len(blocks), size))
         asked: deque[Sequence[BlockCopy]] = deque()
-        with self._connected(origin, num_bytes) as socket:
+        with self._connected(origin, num_bytes) as connection:
             while waiting or asked:
                 while waiting and len(asked) < _NUM_AHEAD:
                     batch = waiting.popleft()
                     keys = [each.key for each in batch]
-                    self._wait(socket, zmq.POLLOUT)
-                    socket.send(encode(Fetch(origin.remote_request_id, self._mark, keys)))
+                    connection.send(encode(Fetch(origin.remote_request_id, self._mark, keys)))
                     asked.append(batch)
                 batch = asked.popleft()
-                found = self._receive(socket, batch, num_bytes)
+                found = _read(connection.receive(), batch, num_bytes)
                 if found[0]:
                     yield found
                 if len(found[0]) < len(batch):
@@ -83,16 +82,15 @@ class Taker:
 
     def release(self, origin: RemoteOrigin) -> None:
         """Tell another engine that its blocks are not needed; it need not be there."""
-        with self._connected(origin, 0) as socket:
-            self._wait(socket, zmq.POLLOUT)
-            socket.send(encode(Release(origin.remote_request_id)))
+        with self._connected(origin, 0) as connection:
+            connection.send(encode(Release(origin.remote_request_id)))
 
     def shutdown(self) -> None:
         """End all connections; may be called twice."""
         self._context.destroy(linger=_LINGER_MS)
 
     @contextmanager
-    def _connected(self, origin: RemoteOrigin, num_bytes: int) -> Iterator[zmq.Socket[bytes]]:
+    def _connected(self, origin: RemoteOrigin, num_bytes: int) -> Iterator[_Connection]:
         if not self._config.may_name(origin.remote_host):
             raise FetchError(f"{origin.remote_host!r} is none of the allowed hosts")
         socket = self._context.socket(zmq.DEALER)
@@ -102,46 +100,68 @@ class Taker:
         if self._keys is not None:
             socket.curve_publickey, socket.curve_secretkey = self._keys
             socket.curve_serverkey = self._others_key
+        connection = _Connection(socket, self._config.timeout_seconds)
         try:
             socket.connect(tcp_address(origin.remote_host, origin.remote_port))
-            yield socket
+            yield connection
         except zmq.ZMQError as error:
             raise FetchError(f"{origin.remote_host}: {error.strerror}") from error
         finally:
-            socket.disable_monitor()
-            socket.close()
+            connection.close()
 
-    def _wait(self, socket: zmq.Socket[bytes], events: int) -> None:
-        """Until the socket is ready; raises `FetchError` if the other engine is gone, or silent."""
+
+class _Connection:
+    """A socket, and what tells that nobody is at its other end."""
+
+    def __init__(self, socket: zmq.Socket[bytes], timeout_seconds: float) -> None:
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(_GONE)
+        self._timeout_seconds = timeout_seconds
+
+    def send(self, frame: bytes) -> None:
+        """Raises `FetchError` if the other engine is gone, or takes nothing."""
+        self._wait(zmq.POLLOUT)
+        self._socket.send(frame)
+
+    def receive(self) -> list[bytes]:
+        """The frames of an answer. Raises `FetchError` if the other engine is gone, or silent."""
+        self._wait(zmq.POLLIN)
+        return self._socket.recv_multipart()
+
+    def close(self) -> None:
+        """What was sent still leaves."""
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    def _wait(self, events: int) -> None:
         poller = zmq.Poller()
-        monitor = socket.get_monitor_socket(_GONE)
-        poller.register(socket, events)
-        poller.register(monitor, zmq.POLLIN)
-        ready = dict(poller.poll(int(self._config.timeout_seconds * 1000)))
-        if socket in ready:
+        poller.register(self._socket, events)
+        poller.register(self._monitor, zmq.POLLIN)
+        ready = dict(poller.poll(int(self._timeout_seconds * 1000)))
+        if self._socket in ready:
             return
-        if monitor in ready:
+        if ready:
             raise FetchError("the other engine is gone, or has another secret")
-        raise FetchError(f"the other engine has been silent for {self._config.timeout_seconds:g} s")
+        raise FetchError(f"the other engine has been silent for {self._timeout_seconds:g} s")
 
-    def _receive(
-        self, socket: zmq.Socket[bytes], batch: Sequence[BlockCopy], num_bytes: int
-    ) -> tuple[list[BlockCopy], torch.Tensor]:
-        self._wait(socket, zmq.POLLIN)
-        head, *frames = socket.recv_multipart()
-        try:
-            answer = decode_answer(head)
-        except msgspec.MsgspecError as error:
-            raise FetchError(f"the answer makes no sense: {error}") from error
-        if isinstance(answer, Refused):
-            raise FetchError(answer.reason)
-        by_key = {each.key: each for each in batch}
-        found = [by_key[key] for key in answer.keys if key in by_key]
-        if len(found) != len(frames) or any(len(frame) != num_bytes for frame in frames):
-            raise FetchError("the answer does not hold the blocks that it names")
-        data = (
-            torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8)
-            if found
-            else (torch.empty(0, dtype=torch.uint8))
-        )
-        return found, data.view(len(found), num_bytes)
+
+def _read(
+    frames: list[bytes], batch: Sequence[BlockCopy], num_bytes: int
+) -> tuple[list[BlockCopy], torch.Tensor]:
+    """The blocks of an answer, uint8 [number of them, num_bytes]."""
+    head, *rows = frames
+    try:
+        answer = decode_answer(head)
+    except msgspec.MsgspecError as error:
+        raise FetchError(f"the answer makes no sense: {error}") from error
+    if isinstance(answer, Refused):
+        raise FetchError(answer.reason)
+    by_key = {each.key: each for each in batch}
+    found = [by_key[key] for key in answer.keys if key in by_key]
+    if len(found) != len(rows) or any(len(row) != num_bytes for row in rows):
+        raise FetchError("the answer does not hold the blocks that it names")
+    data = torch.empty(len(found), num_bytes, dtype=torch.uint8)
+    for place, row in zip(data, rows, strict=True):
+        place.copy_(torch.frombuffer(bytearray(row), dtype=torch.uint8))
+    return found, data
