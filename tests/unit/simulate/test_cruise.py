@@ -14,7 +14,6 @@ from tokenmill.simulate.cruise import Cruise
 from tokenmill.simulate.options import SimulateOptions
 from tokenmill.simulate.work import StepWork
 
-
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 """Simulations are too long to be shrunk."""
 

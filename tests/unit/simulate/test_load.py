@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -23,7 +24,7 @@ def arrivals(max_model_len=4096, **options):
 
 def gaps(requests):
     times = [request.arrival for request in requests]
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 @pytest.mark.parametrize("burstiness", [0.0, 0.5, 1.0, 2.0])
