@@ -283,5 +283,42 @@ VISION_FAMILIES = [
         decoders="as Qwen2-VL",
         not_supported="video",
     ),
+    VisionFamily(
+        name="qwen3-vl",
+        models="Qwen3-VL (dense)",
+        architecture="Qwen3VLForConditionalGeneration",
+        config_class="Qwen3VLConfig",
+        tower={
+            "depth": 3,
+            "hidden_size": 64,
+            "intermediate_size": 84,
+            "num_heads": 2,
+            "out_hidden_size": 128,
+            "patch_size": 4,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        decoder={
+            "num_hidden_layers": 3,
+            "head_dim": 64,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [12, 10, 10],
+            },
+        },
+        more={"image_token_id": IMAGE_TOKEN},
+        processor="qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLImageProcessorPil",
+        preprocessor={
+            "patch_size": 4,
+            "size": {"shortest_edge": 256, "longest_edge": 2048},
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        special_tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        images="as Qwen2-VL, with embeddings for the first layers of the decoder, too",
+        decoders="Qwen3, with positions in three dimensions",
+        not_supported="video, experts",
+    ),
 ]
 """In the order of the page; those without `models` are variants of the one above."""

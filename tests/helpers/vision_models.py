@@ -181,5 +181,6 @@ def reference_embeddings(name: str, image: Image.Image, **options: Any) -> torch
     """transformers' embeddings of an image, by its own processor: [n, hidden_size]."""
     inputs = reference_processor(name)(image, return_tensors="pt", **options)
     inputs.pop("pixel_attention_mask", None)
-    (found,) = reference(name).get_image_features(**inputs).pooler_output
-    return found
+    found = reference(name).get_image_features(**inputs)
+    levels = getattr(found, "deepstack_features", None) or []
+    return torch.cat([found.pooler_output[0], *(level[0] for level in levels)], dim=-1)

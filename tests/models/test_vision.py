@@ -10,6 +10,7 @@ import os
 import shutil
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ def test_shapes_without_weights(family: VisionFamily) -> None:
     assert set(shapes) == {slot.name for slot in weight_slots(load(saved(family.name)))}
 
 
-over_qwen = pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
+over_qwen = pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
 
 
 @over_qwen
@@ -226,6 +227,13 @@ def edited(tmp_path: Path, name: str, **changes: object) -> Path:
         ("mistral3", {"vision_feature_layer": [1, 2]}, "must be one of the tower's layers"),
         ("mistral3", {"vision_config": {"model_type": "idefics3"}}, "with 'pixtral' only"),
         ("pixtral", {"vision_config": {"hidden_act": "mish"}}, "hidden_act='mish'"),
+        (
+            "qwen3-vl",
+            {"vision_config": {"deepstack_visual_indexes": [3]}},
+            "some of the tower's 3 layers",
+        ),
+        ("qwen3-vl", {"vision_config": {"num_position_embeddings": 26}}, "26 is no square"),
+        ("qwen3-vl", {"text_config": {"num_hidden_layers": 1}}, "more than the decoder's 1"),
         ("smolvlm", {"scale_factor": 3}, "not a multiple of scale_factor=3"),
         ("smolvlm", {"vision_config": {"num_attention_heads": 5}}, "5 heads, which do not divide"),
     ],
@@ -332,6 +340,16 @@ def test_overrides_reach_the_parts() -> None:
     assert found["vision_config"] == {**config["vision_config"], "image_size": 44}
     assert "text_config" not in found
     assert apply_overrides(config, {}) == config
+
+
+def test_the_ledger_counts_what_is_kept() -> None:
+    kept = {}
+    for name in ("qwen2.5-vl", "qwen3-vl"):
+        settings: dict[str, Any] = {"num_kv_blocks": 8, "max_model_len": 128}
+        with LLM(str(saved(name)), device="cpu", encoder_cache_size=64, **settings) as llm:
+            kept[name] = llm.llm_engine.config.ledger.encoder_cache
+    assert kept["qwen2.5-vl"] == 64 * 128 * 2
+    assert kept["qwen3-vl"] == 3 * kept["qwen2.5-vl"]  # two levels
 
 
 def test_the_library_s_code_is_refused_by_name() -> None:

@@ -49,6 +49,12 @@ _QWEN2_VL = _QWEN2 | {
     "rope_theta": 1_000_000.0,
     "eos_token_id": 151645,
 }
+_QWEN3_VL = _QWEN2 | {
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 128000,
+    "rope_theta": 500_000.0,
+}
 _TEXT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _LLAMA),
     "mistral": (
@@ -62,6 +68,7 @@ _TEXT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2": ("Qwen2ForCausalLM", _QWEN2),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), ("Qwen3ForCausalLM", _QWEN3_VL)),
     "gemma3_text": (
         "Gemma3ForCausalLM",
         {
@@ -123,6 +130,20 @@ _QWEN2_5_TOWER = {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
+_QWEN3_TOWER = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "hidden_act": "gelu_pytorch_tanh",
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
 _PIXTRAL = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -142,6 +163,7 @@ _VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     "pixtral": _PIXTRAL,
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2_TOWER),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN2_5_TOWER),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), _QWEN3_TOWER),
 }
 """`model_type` of a `vision_config` -> what a file leaves out."""
 
@@ -153,6 +175,7 @@ _DEFAULT_KINDS = {
     "Mistral3ForConditionalGeneration": ("mistral", "pixtral"),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", "qwen2_vl_vision"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "qwen2_5_vl_vision"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", "qwen3_vl_vision"),
 }
 """`model_type` of both parts, where they do not say."""
 VISION_ARCHITECTURES = frozenset(_DEFAULT_KINDS)
@@ -239,8 +262,8 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     flat["vision_config"] = {**tower_defaults, **vision, "model_type": vision_kind}
     if "image_token_index" in config:
         flat.setdefault("image_token_id", config["image_token_index"])
-    if architecture.startswith("Qwen2"):
-        flat.update(_rope_of_three(flat))
+    if architecture.startswith("Qwen"):
+        flat.update(_rope_of_three(flat, interleaves=architecture.startswith("Qwen3")))
     return flat
 
 
@@ -259,12 +282,13 @@ def with_overridden_parts(
     return merged
 
 
-def _rope_of_three(flat: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_of_three(flat: Mapping[str, Any], *, interleaves: bool) -> dict[str, Any]:
     """RoPE settings of a decoder whose tokens have three positions: older files call its type
-    `mrope`, and the split of its frequencies is a default.
+    `mrope`, and how its frequencies are split is a default.
     """
     key = "rope_scaling" if flat.get("rope_scaling") else "rope_parameters"
-    settings = {"mrope_section": [16, 24, 24], **(flat.get(key) or {})}
+    split = [24, 20, 20] if interleaves else [16, 24, 24]
+    settings = {"mrope_section": split, **(flat.get(key) or {}), "mrope_interleaved": interleaves}
     renamed = {
         name: "default" if name in ("type", "rope_type") and value == "mrope" else value
         for name, value in settings.items()

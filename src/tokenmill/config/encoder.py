@@ -41,6 +41,7 @@ def resolve_encoder(
     return EncoderConfig(
         max_num_encoder_input_tokens=at_least("max_num_encoder_input_tokens", most, 1),
         encoder_cache_size=at_least("encoder_cache_size", size, 1),
+        num_levels=len(hf_config["vision_config"].get("deepstack_visual_indexes") or ()),
     )
 
 
@@ -50,5 +51,5 @@ def with_encoder(
     """What is left beside the embeddings that are kept."""
     if encoder is None:
         return ledger
-    num_values = encoder.encoder_cache_size * parameters.hidden_size
+    num_values = encoder.encoder_cache_size * parameters.hidden_size * (1 + encoder.num_levels)
     return replace(ledger, encoder_cache=num_values * DTYPE_BYTES[dtype])

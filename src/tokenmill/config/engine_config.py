@@ -139,6 +139,9 @@ class EncoderConfig:
     """Most of one step, unless it encodes a single item."""
     encoder_cache_size: int
     """Most that are kept; larger items are refused."""
+    num_levels: int = 0
+    """Layers of the decoder that an embedding has values for, besides the hidden_size of its own
+    that go in front of the first."""
 
 
 @dataclass(frozen=True, slots=True)

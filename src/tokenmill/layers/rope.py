@@ -15,7 +15,8 @@ be wrong.
 
 With `mrope_section`, a token has three positions (time, height, width), and each of its frequencies
 goes by one of them (Wang et al., 2024, Qwen2-VL): so many by the first, then by the second, then by
-the third. Tokens whose positions differ have rows of their own in the table (`reserve`, `write`).
+the third, or, with `mrope_interleaved`, by the three in turn while there are any. Tokens whose
+positions differ have rows of their own in the table (`reserve`, `write`).
 """
 
 from __future__ import annotations
@@ -174,7 +175,12 @@ def _axes(config: RopeConfig, num_frequencies: int) -> torch.Tensor | None:
             f"RoPE: mrope_section is {shown(sections)}, but must be three counts that add up to"
             f" {num_frequencies} frequencies."
         )
-    return torch.arange(3).repeat_interleave(torch.tensor(sections))
+    if not config.scaling.get("mrope_interleaved"):
+        return torch.arange(3).repeat_interleave(torch.tensor(sections))
+    axes = torch.zeros(num_frequencies, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def _exponents(rotary_dim: int) -> torch.Tensor:

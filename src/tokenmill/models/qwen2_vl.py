@@ -21,14 +21,17 @@ from tokenmill.errors import ConfigError
 from tokenmill.models.vision.blocks import TowerParts
 from tokenmill.models.vision.pixels import pixel_values
 from tokenmill.models.vision.qwen2_vl import QwenVisionTransformer
+from tokenmill.models.vision.qwen3_vl import Qwen3VisionTransformer
 from tokenmill.models.vision_language import VisionLanguageModel
+
+Tower = QwenVisionTransformer | Qwen3VisionTransformer
 
 
 class Qwen2VLForConditionalGeneration(VisionLanguageModel):
     """A Qwen2-VL or a Qwen2.5-VL."""
 
     def add_tower(self, hf_config: Mapping[str, Any], parts: TowerParts) -> None:
-        self.visual = QwenVisionTransformer(hf_config["vision_config"], parts)
+        self.visual = self.make_tower(hf_config["vision_config"], parts)
         config = self.visual.config
         if config.out_size != positive_int(hf_config, "hidden_size"):
             raise ConfigError(
@@ -36,6 +39,11 @@ class Qwen2VLForConditionalGeneration(VisionLanguageModel):
                 f" decoder's hidden_size is {hf_config['hidden_size']}."
             )
         self.square = config.patch_size * config.merge_size
+
+    @classmethod
+    def make_tower(cls, vision: Mapping[str, Any], parts: TowerParts) -> Tower:
+        """Raises `ConfigError` that names the key at fault."""
+        return QwenVisionTransformer(vision, parts)
 
     def embed_image(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Of one image whose edges are multiples of a square's."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from tokenmill.contracts.request import MultiModalFeature
 
@@ -47,6 +48,9 @@ class Embedder:
     def embed(self, input_ids: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor | None:
         """Embeddings of a step's tokens, int32 [N]; None if all of them are those of their ids.
 
+        They are as wide as the items': zeros follow those of text where an encoder makes more than
+        hidden_size values.
+
         Raises what `item_embeds` raises.
         """
         embeds = None
@@ -58,6 +62,8 @@ class Embedder:
                 if embeds is None:
                     embeds = self._embed_tokens(input_ids)
                 item = self._item_embeds(feature)
+                if item.shape[1] > embeds.shape[1]:
+                    embeds = functional.pad(embeds, (0, item.shape[1] - embeds.shape[1]))
                 for place, begin, count in pieces:
                     embeds[place : place + count] = item[begin : begin + count]
         return embeds

@@ -21,6 +21,7 @@ IMAGE_PROCESSORS: dict[str, str] = {
     "Mistral3ForConditionalGeneration": "pixtral:PixtralImageProcessor",
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
+    "Qwen3VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
 }
 """Architecture, as a config.json names it -> module of `processors`, and class."""
 

@@ -56,7 +56,8 @@ class QwenTowerConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> QwenTowerConfig:
         """Raises `ConfigError` that names the key at fault."""
         has_windows = config.get("window_size") is not None
-        hidden_size = positive_int(config, "hidden_size" if has_windows else "embed_dim")
+        is_newer = "out_hidden_size" in config
+        hidden_size = positive_int(config, "hidden_size" if is_newer else "embed_dim")
         num_heads = positive_int(config, "num_heads")
         if hidden_size % (4 * num_heads):
             raise ConfigError(
@@ -66,10 +67,10 @@ class QwenTowerConfig:
         rope = config.get("rope_parameters") or {}
         return cls(
             hidden_size=hidden_size,
-            out_size=positive_int(config, "out_hidden_size" if has_windows else "hidden_size"),
+            out_size=positive_int(config, "out_hidden_size" if is_newer else "hidden_size"),
             intermediate_size=(
                 positive_int(config, "intermediate_size")
-                if has_windows
+                if is_newer
                 else int(hidden_size * number(config, "mlp_ratio"))
             ),
             num_layers=positive_int(config, "depth"),
@@ -179,11 +180,12 @@ class QwenVisionTransformer(nn.Module):
         """
         config = self.config
         rows, columns = (edge // config.patch_size for edge in image.shape[1:])
-        x = self.patch_embed["proj"](self._patches(image))
+        x = self.patch_embed["proj"](patches_by_square(image, config))
         order, lengths = self._windows(rows // config.merge_size, columns // config.merge_size)
         order = order.to(image.device)
         x = _reordered(x, order, config.merge_size)
-        turns = _reordered(self._turns(rows, columns).to(image.device), order, config.merge_size)
+        turns = turns_by_square(rows, columns, config).to(image.device)
+        turns = _reordered(turns, order, config.merge_size)
         angles = (turns.cos(), turns.sin())
         residual: torch.Tensor | None = None
         for index, block in enumerate(self.blocks):
@@ -192,30 +194,6 @@ class QwenVisionTransformer(nn.Module):
         assert residual is not None
         merged = self.merger(x, residual)
         return merged[order.argsort()]  # type: ignore[no-any-return]
-
-    def _patches(self, image: torch.Tensor) -> torch.Tensor:
-        """[N, values of a patch], patches of a square behind one another."""
-        size, merge = self.config.patch_size, self.config.merge_size
-        channels, height, width = image.shape
-        edge = size * merge
-        grid = image.reshape(
-            channels, height // edge, merge, size, width // edge, merge, size
-        ).permute(1, 4, 2, 5, 0, 3, 6)
-        frames = grid.unsqueeze(5).expand(*grid.shape[:5], self.config.num_frames, size, size)
-        return frames.reshape(-1, channels * self.config.num_frames * size**2)
-
-    def _turns(self, rows: int, columns: int) -> torch.Tensor:
-        """Radians of each patch, float32 [N, head_size / 2]: by its row, then by its column."""
-        half = self.config.hidden_size // self.config.num_heads // 2
-        exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
-        frequencies = 1.0 / self.config.rope_theta**exponents
-        merge = self.config.merge_size
-        places = torch.stack(
-            torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
-        )
-        by_square = places.reshape(rows // merge, merge, columns // merge, merge, 2)
-        in_order = by_square.transpose(1, 2).reshape(-1, 2)
-        return (in_order[..., None].float() * frequencies).flatten(-2)
 
     def _windows(self, rows: int, columns: int) -> tuple[torch.Tensor, list[int] | None]:
         """The order of squares in which windows are together, int64, and each window's number of
@@ -239,3 +217,35 @@ def _reordered(rows: torch.Tensor, order: torch.Tensor, merge_size: int) -> torc
     """Rows of patches [N, size], square by square in another order."""
     squares = rows.view(len(order), merge_size**2, -1)
     return squares[order].flatten(0, 1)
+
+
+def patches_by_square(image: torch.Tensor, config: QwenTowerConfig) -> torch.Tensor:
+    """Image [channels, height, width] to [N, values of a patch], those of a square together."""
+    size, merge = config.patch_size, config.merge_size
+    channels, height, width = image.shape
+    edge = size * merge
+    grid = image.reshape(channels, height // edge, merge, size, width // edge, merge, size)
+    grid = grid.permute(1, 4, 2, 5, 0, 3, 6)
+    frames = grid.unsqueeze(5).expand(*grid.shape[:5], config.num_frames, size, size)
+    return frames.reshape(-1, channels * config.num_frames * size**2)
+
+
+def turns_by_square(rows: int, columns: int, config: QwenTowerConfig) -> torch.Tensor:
+    """Radians of each patch, float32 [N, head_size / 2]: by its row, then by its column."""
+    half = config.hidden_size // config.num_heads // 2
+    exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
+    frequencies = 1.0 / config.rope_theta**exponents
+    places = by_square(
+        torch.stack(
+            torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1
+        ),
+        config.merge_size,
+    )
+    return (places[..., None].float() * frequencies).flatten(-2)
+
+
+def by_square(grid: torch.Tensor, merge_size: int) -> torch.Tensor:
+    """Of patches [rows, columns, size], row by row, to [rows * columns, size], square by square."""
+    rows, columns, size = grid.shape
+    squares = grid.reshape(rows // merge_size, merge_size, columns // merge_size, merge_size, size)
+    return squares.transpose(1, 2).reshape(-1, size)
