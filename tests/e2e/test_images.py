@@ -237,7 +237,7 @@ def test_adapters_of_a_tower_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def encoder_of(llm: LLM) -> Any:
-    return llm.llm_engine._client.core._executor._worker.runner._inputs._encoder
+    return llm.llm_engine._client.core._executor._worker.runner._inputs.items.encoder
 
 
 def test_an_image_of_several_requests_is_encoded_once() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tokenmill.contracts.plan import SchedulerOutput
@@ -18,8 +21,14 @@ class ItemEncoder:
     bits of one do not depend on the others.
     """
 
-    def __init__(self, model: SupportsMultiModal) -> None:
+    def __init__(
+        self,
+        model: SupportsMultiModal,
+        stage: Callable[[npt.NDArray[np.generic]], torch.Tensor] = torch.from_numpy,
+    ) -> None:
+        """`stage` brings an array to where the model is; it need not last."""
         self._model = model
+        self._stage = stage
         self._kept: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -35,7 +44,7 @@ class ItemEncoder:
         """[feature.num_embeds, hidden_size]. Raises `ValueError` if the model makes others."""
         found = self._kept.get(feature.content_hash)
         if found is None:
-            inputs = {name: as_tensor(data) for name, data in feature.inputs.items()}
+            inputs = {name: self._stage(as_array(data)) for name, data in feature.inputs.items()}
             found = self._model.encode(feature.modality, inputs)
             if len(found) != feature.num_embeds:
                 raise ValueError(
@@ -46,7 +55,7 @@ class ItemEncoder:
         return found
 
 
-def as_tensor(data: TensorData) -> torch.Tensor:
-    """The tensor that was sent; a copy, since bytes must not be written to."""
+def as_array(data: TensorData) -> npt.NDArray[np.generic]:
+    """What was sent; a copy, since bytes must not be written to."""
     array = np.frombuffer(data.data, np.dtype(data.dtype)).reshape(data.shape)
-    return torch.from_numpy(array.copy())
+    return array.copy()

@@ -34,6 +34,7 @@ from tokenmill.worker.graphs.cuda import CudaGraphRecorder, GraphSizes
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.groups import num_kv_groups
 from tokenmill.worker.inputs.device import DeviceInputs
+from tokenmill.worker.inputs.multimodal_device import MultiModalDeviceInputs
 from tokenmill.worker.inputs.staging import Results, Staging
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
@@ -78,7 +79,7 @@ def build_gpu_worker(
     weights = torch.cuda.memory_allocated(device)
     planned = kv_cache_config(config, model)
     step = _measure_step(config, model, replace(planned, num_blocks=2), device)
-    cache = _fit(planned, step, device)
+    cache = _fit(planned, step + config.ledger.encoder_cache, device)
     runner = make_gpu_runner(config, model, cache, device, adapters)
     _annotate(runner)
     if config.graphs != "off" and _can_be_captured(runner):
@@ -116,6 +117,10 @@ def make_gpu_runner(
     rows = RowTable(
         scheduler.max_num_seqs, scheduler.max_model_len, cache.block_size, num_kv_groups(groups)
     )
+    sizes = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    inputs = DeviceInputs(rows, *sizes, staging, device)
+    if config.encoder is not None:
+        inputs = MultiModalDeviceInputs(model, rows, *sizes, staging, device)
     return ModelRunner(
         model,
         groups,
@@ -127,9 +132,7 @@ def make_gpu_runner(
             vocab_size=config.model.vocab_size,
             logits_slab=LOGITS_SLAB,
         ),
-        inputs=DeviceInputs(
-            rows, scheduler.max_num_batched_tokens, scheduler.max_num_seqs, staging, device
-        ),
+        inputs=inputs,
         sampler=GpuSampler(
             staging.stage,
             results.fetch,

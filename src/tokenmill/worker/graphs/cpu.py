@@ -104,14 +104,12 @@ class RecordedForward:
     def run(
         self, tensors: BatchTensors, attn_metadata: Mapping[str, AttentionMetadata]
     ) -> torch.Tensor:
-        num_tokens, embeds = tensors.shape.num_tokens, tensors.inputs_embeds
-        if embeds is not None and self._embeds is None:  # the recording begins with tokens
+        if tensors.inputs_embeds is not None:  # the recording begins with ids
             return self._direct.run(tensors, attn_metadata)
+        num_tokens = tensors.shape.num_tokens
         self.stats.num_replayed += 1
         if self._embeds is not None:
-            if embeds is None:
-                embeds = self._model.embed_input_ids(tensors.input_ids)
-            self._embeds[:num_tokens] = embeds
+            self._embeds[:num_tokens] = self._model.embed_input_ids(tensors.input_ids)
         self.program.replay(num_tokens)
         return self.hidden_states[:num_tokens]
 

@@ -125,7 +125,7 @@ class CudaGraphForward:
         self, tensors: BatchTensors, attn_metadata: Mapping[str, AttentionMetadata]
     ) -> torch.Tensor:
         captured = self.graphs.get(tensors.shape)
-        if captured is None:
+        if captured is None or tensors.inputs_embeds is not None:  # graphs begin with ids
             self.stats.num_direct += 1
             return self.direct.run(tensors, attn_metadata)
         self.stats.num_replayed += 1

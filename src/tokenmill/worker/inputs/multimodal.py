@@ -1,154 +1,38 @@
-"""Steps of a model that takes images: embeddings in the place of tokens, and their positions.
-
-    token ids     t  t  [ i  i  i  i ]  t   t        a prompt with an image of 2 x 2
-    positions     0  1  2,2,2 ... 2,3,3 4   5        of models with three for each token
-    in the step   0  1  rows behind the table's end  places in the table of angles
-
-Attention knows one position a token, and reads the row of the table of angles that it names. Where
-all three are the same, that is the position itself. Other tokens get rows of their own for the
-step, behind the end of the table, put together of what the table has for each of the three. So
-neither kernels nor recordings know of it, and text goes its quick ways.
-"""
+"""Steps of a model that takes images, on the host (`worker/items.py` says what is different)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.contracts.plan import NewRequestData, SchedulerOutput
-from tokenmill.contracts.request import MultiModalFeature
-from tokenmill.features.multimodal.embedder import Chunk, Embedder
-from tokenmill.layers.rope import RotaryEmbedding
-from tokenmill.models.base import CausalLM, SupportsMultiModal
+from tokenmill.contracts.plan import SchedulerOutput
+from tokenmill.models.base import CausalLM
 from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch
-from tokenmill.worker.encoder import ItemEncoder
 from tokenmill.worker.groups import AttentionGroup, num_kv_groups
 from tokenmill.worker.inputs.host import HostInputs
+from tokenmill.worker.items import RowItems
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.rows import RowTable
 
-IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Items:
-    """What a row has besides text."""
-
-    features: Sequence[MultiModalFeature]
-    end: int
-    """Behind the last token that is not plain text, in the prompt."""
-    positions: IntArray | None
-    """[3, number of prompt tokens], of a model with three for each token."""
-
 
 class MultiModalInputs(HostInputs):
-    """`HostInputs` with what a model's encoder makes of its requests' items."""
+    """`HostInputs` with the rows' items."""
 
     def __init__(self, model: CausalLM, rows: RowTable, max_num_batched_tokens: int) -> None:
         """To be made before anything of the model is recorded."""
-        assert isinstance(model, SupportsMultiModal)
-        self._model: SupportsMultiModal = model
-        self._angles = _StepAngles(model, max_num_batched_tokens)
-        offsets = np.zeros(len(rows.num_tokens), np.int64) if self._angles.has_axes else None
-        super().__init__(rows, max_num_batched_tokens, offsets)
-        self._offsets = offsets
-        self._encoder = ItemEncoder(model)
-        self._embedder = Embedder(model.embed_input_ids, self._encoder.embeds)
-        self._items: dict[int, _Items] = {}
-        """By row."""
+        self.items = RowItems(model, len(rows.num_tokens), max_num_batched_tokens, torch.from_numpy)
+        super().__init__(rows, max_num_batched_tokens, self.items.position_offsets)
 
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows."""
         super().update(plan)
-        self._encoder.update(plan)
-        for row in plan.finished_rows:
-            self._items.pop(row, None)
-            if self._offsets is not None:
-                self._offsets[row] = 0
-        for request in plan.scheduled_new_reqs:
-            if request.mm_features:
-                self._items[request.row] = self._enter(request)
+        self.items.update(plan)
 
     def fill(self, batch: InputBatch, shape: BatchShape) -> BatchTensors:
-        """The batch's tensors, with embeddings where a token needs them.
-
-        Items are encoded here: it may raise what the model raises.
-        """
-        tensors = super().fill(batch, shape)
-        chunks = self._chunks(batch) if self._items else []
-        if not chunks:
-            return tensors
-        for items, chunk in chunks:
-            if items.positions is not None:
-                self._place(items.positions, chunk)
-        embeds = self._embedder.embed(tensors.input_ids, [chunk for _, chunk in chunks])
-        return replace(tensors, inputs_embeds=embeds)
-
-    def _enter(self, request: NewRequestData) -> _Items:
-        num_tokens = request.num_prompt_tokens
-        positions = None
-        if self._offsets is not None:
-            positions = self._model.mrope_positions(
-                request.token_ids[:num_tokens], request.mm_features
-            )
-        end = max(each.embeds_end for each in request.mm_features)
-        if positions is not None:
-            assert self._offsets is not None
-            assert positions.shape == (3, num_tokens)
-            self._offsets[request.row] = int(positions.max()) + 1 - num_tokens
-            end = num_tokens
-        return _Items(request.mm_features, end, positions)
-
-    def _chunks(self, batch: InputBatch) -> list[tuple[_Items, Chunk]]:
-        """Parts of prompts that are not plain text."""
-        chunks = []
-        starts = batch.query_start_loc
-        for place, row in enumerate(batch.rows.tolist()):
-            items = self._items.get(row)
-            first = int(batch.num_computed_tokens[place])
-            if items is not None and first < items.end:
-                count = min(int(batch.num_scheduled_tokens[place]), items.end - first)
-                chunks.append((items, Chunk(items.features, first, count, int(starts[place]))))
-        return chunks
-
-    def _place(self, positions: IntArray, chunk: Chunk) -> None:
-        """Write the chunk's positions over those of the step."""
-        of_chunk = positions[:, chunk.first : chunk.first + chunk.num_tokens]
-        places = self._arrays.positions[chunk.start : chunk.start + chunk.num_tokens]
-        places[:] = of_chunk[0]
-        (apart,) = np.nonzero((of_chunk != of_chunk[0]).any(0))
-        if len(apart):
-            places[apart] = self._angles.write(chunk.start + apart, of_chunk[:, apart])
-
-
-class _StepAngles:
-    """Rows of the tables of angles, one for each token of a step, behind their ends."""
-
-    def __init__(self, model: CausalLM, max_num_batched_tokens: int) -> None:
-        rotaries = {id(layer.rotary): layer.rotary for layer in model.attention_layers().values()}
-        self._rotaries: list[RotaryEmbedding] = [
-            rotary for rotary in rotaries.values() if rotary is not None and rotary.axes is not None
-        ]
-        firsts = {rotary.reserve(max_num_batched_tokens) for rotary in self._rotaries}
-        assert len(firsts) <= 1, "tables of angles differ in length"
-        self._first = min(firsts, default=0)
-
-    @property
-    def has_axes(self) -> bool:
-        """Whether there are three positions for each token."""
-        return bool(self._rotaries)
-
-    def write(self, places: IntArray, positions: IntArray) -> IntArray:
-        """Rows for tokens at `places` of the flat batch with three `positions`, [3, N]."""
-        rows = self._first + places
-        for rotary in self._rotaries:
-            rotary.write(torch.from_numpy(rows), torch.from_numpy(positions))
-        return rows
+        """The batch's tensors. Raises what the model's encoder raises."""
+        return self.items.put(batch, super().fill(batch, shape))
 
 
 def multimodal_inputs(

@@ -70,6 +70,7 @@ class Staging:
 
 _TORCH_DTYPES: dict[type, torch.dtype] = {
     np.bool_: torch.bool,
+    np.uint8: torch.uint8,
     np.int32: torch.int32,
     np.int64: torch.int64,
     np.uint64: torch.int64,  # the same bits: kernels know
