@@ -35,6 +35,8 @@ class TinyProcessor:
     def num_tokens(self, width, height, options):
         refuse_unknown_options(options, ("patch",))
         patch = options.get("patch", 8)
+        if not isinstance(patch, int):
+            raise InvalidRequestError("patch must be a number.", parameter="mm_processor_kwargs")
         if width > 64 * height or height > 64 * width:
             raise InvalidRequestError(f"{width} x {height} is too narrow.", parameter="image")
         return -(-width // patch) * -(-height // patch) + 1

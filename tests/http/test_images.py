@@ -137,8 +137,12 @@ def test_options_of_the_processor(server):
         for options in (None, {"patch": 4})
     )
     assert fine == plain + 6
-    reply = ask(server, image_url(PNG), mm_processor_kwargs={"size": 4})
-    assert (reply.status, reply.error["param"]) == (400, "mm_processor_kwargs")
+    deep = 1
+    for _ in range(900):
+        deep = {"patch": deep}
+    for options in ({"size": 4}, {"patch": "4"}, deep):
+        reply = ask(server, image_url(PNG), mm_processor_kwargs=options)
+        assert (reply.status, reply.error["param"]) == (400, "mm_processor_kwargs")
 
 
 def test_images_that_come_again_are_counted():

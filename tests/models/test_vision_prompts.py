@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from helpers.pictures import as_file, picture
-from helpers.tiny_text import CHATML
+from helpers.tiny_text import CHATML, tiny_tokenizer
 from helpers.vision_families import VISION_FAMILIES, VisionFamily
 from helpers.vision_models import saved
 from tokenmill.checkpoint.open import open_checkpoint
@@ -13,7 +17,7 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.engine import build
 from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.entrypoints.chat.render import render_chat
-from tokenmill.errors import InvalidRequestError
+from tokenmill.errors import ConfigError, InvalidRequestError
 from tokenmill.sampling_params import SamplingParams
 
 SIZES = [(1, 1), (2, 3), (40, 30), (33, 70), (97, 41), (1, 400), (400, 1), (150, 150)]
@@ -22,8 +26,13 @@ SIZES = [(1, 1), (2, 3), (40, 30), (33, 70), (97, 41), (1, 400), (400, 1), (150,
 @pytest.fixture(scope="module", params=VISION_FAMILIES, ids=lambda family: family.name)
 def front(request: pytest.FixtureRequest) -> InputProcessor:
     family: VisionFamily = request.param
-    args = EngineArgs(model=str(saved(family.name)), num_kv_blocks=64, device="cpu")
-    checkpoint = open_checkpoint(saved(family.name))
+    return front_end(family.name)
+
+
+def front_end(model: str | Path, **settings: Any) -> InputProcessor:
+    path = model if isinstance(model, Path) else saved(model)
+    args = EngineArgs(model=str(path), num_kv_blocks=64, device="cpu", **settings)
+    checkpoint = open_checkpoint(path)
     config = build.settle_config(args, checkpoint)
     tokenizer = build.read_tokenizer(args, checkpoint)
     return build.build_front_end(args, checkpoint, config, tokenizer).input_processor
@@ -86,6 +95,38 @@ def test_a_chat_of_strings_with_images_and_marks_of_users(front: InputProcessor)
     for feature, image in zip(features, alone, strict=True):
         begin, end = feature.offset, feature.offset + feature.length
         assert source.prompt_token_ids[begin:end] == image.token_ids
+
+
+@pytest.mark.parametrize("options", [{"colour": 1}, {"size": object()}])
+def test_options_of_an_engine_are_checked_when_it_is_built(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="mm_processor_kwargs"):
+        front_end("smolvlm", mm_processor_kwargs=options)
+    built = front_end("smolvlm", mm_processor_kwargs={"do_image_splitting": False})
+    assert built.images is not None
+    (whole,) = built.images.prepare_all([picture(150, 90)], built.images.options(None), "images")
+    (tiles,) = built.images.prepare_all(
+        [picture(150, 90)], built.images.options({"do_image_splitting": True}), "images"
+    )
+    assert len(whole.token_ids) < len(tiles.token_ids)
+
+
+@pytest.mark.parametrize("missing", ["special", "preprocessor"])
+def test_a_model_without_what_images_need_answers_texts(
+    missing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(saved("llava"), tmp_path, dirs_exist_ok=True)
+    if missing == "preprocessor":
+        (tmp_path / "preprocessor_config.json").write_text("[]")
+    else:
+        tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    built = front_end(tmp_path)
+    assert built.images is None
+    assert "takes no images" in caplog.text
+    assert built.process("id", "One two", SamplingParams()).prompt_token_ids
+    with pytest.raises(InvalidRequestError, match="takes no images"):
+        built.process(
+            "id", {"prompt": "a", "multi_modal_data": {"image": picture()}}, SamplingParams()
+        )
 
 
 def test_unknown_options_are_refused(front: InputProcessor) -> None:

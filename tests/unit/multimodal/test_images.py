@@ -117,9 +117,22 @@ def test_unknown_options_are_refused(options):
     assert caught.value.parameter == "mm_processor_kwargs"
 
 
-def test_options_that_are_no_object_are_refused():
-    with pytest.raises(InvalidRequestError, match="mm_processor_kwargs"):
-        tiny_images().options([1])
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[1], "patch", {"patch": object()}, {1: 2, "a": 3}, {"a": float("nan")}, nested(100_000)],
+    ids=["list", "text", "object", "keys", "nan", "deep"],
+)
+def test_options_that_are_no_object_of_json_are_refused(options):
+    with pytest.raises(InvalidRequestError) as caught:
+        tiny_images().options(options)
+    assert caught.value.parameter == "mm_processor_kwargs"
 
 
 def test_what_was_prepared_is_not_prepared_again():

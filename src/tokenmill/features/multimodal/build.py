@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.errors import CheckpointError, ConfigError
+from tokenmill.errors import CheckpointError, ConfigError, InvalidRequestError
 from tokenmill.features.multimodal.decoding import INSTALL_PILLOW, has_pillow
 from tokenmill.features.multimodal.hashing import as_text, typed_digest
 from tokenmill.features.multimodal.processing import (
+    ImageProcessor,
     ProcessorFiles,
     make_image_processor,
     takes_images,
@@ -26,27 +27,32 @@ logger = logging.getLogger(__name__)
 
 _PREPROCESSOR = "preprocessor_config.json"
 _PROCESSOR = "processor_config.json"
+_SIDE = 64
+"""Pixels of an image that is only thought of."""
 _MAX_JSON_BYTES = 1 << 22
 
 
 def build_images(config: EngineConfig, tokenizer: Tokenizer | None) -> Images | None:
     """What the model makes of images; None if it takes none, or lacks what that needs, which is
-    logged: texts are answered all the same.
+    logged: texts are answered all the same. Raises `ConfigError` for options that its processor
+    does not know.
     """
     model = config.model
-    encodes = model.implementation == "tokenmill" and config.device == "cpu"
-    if not encodes or model.pooling or tokenizer is None or not takes_images(model.architecture):
+    native = model.implementation == "tokenmill"
+    if not native or model.pooling or tokenizer is None or not takes_images(model.architecture):
         return None
     from tokenmill.features.multimodal.images import Images  # with all that fetches and decodes
 
     try:
         files = processor_files(Path(model.path), model.hf_config, tokenizer)
         processor = make_image_processor(model.architecture, files)
+        _check_mark(processor, tokenizer)
     except (CheckpointError, ConfigError) as error:
         logger.warning("%s takes no images: %s", model.name, error)
         return None
     if not has_pillow():
         logger.warning("images are refused, as pillow is missing: %s", INSTALL_PILLOW)
+    _check_options(processor, config.multimodal.processor_options)
     settings = (files.preprocessor_config, files.processor_config)
     return Images(
         processor,
@@ -55,6 +61,26 @@ def build_images(config: EngineConfig, tokenizer: Tokenizer | None) -> Images | 
         max_model_len=model.max_model_len,
         max_embeds=None if config.encoder is None else config.encoder.encoder_cache_size,
     )
+
+
+def _check_mark(processor: ImageProcessor, tokenizer: Tokenizer) -> None:
+    token, token_id = processor.mark_token, processor.mark_token_id
+    if tokenizer.token_to_id(token) != token_id:
+        raise ConfigError(
+            f"the tokenizer's id of {token!r} is {tokenizer.token_to_id(token)}, and that of the"
+            f" model's config {token_id}."
+        )
+
+
+def _check_options(processor: ImageProcessor, options: Mapping[str, Any]) -> None:
+    try:
+        as_text(options)
+        processor.num_tokens(_SIDE, _SIDE, options)
+    except InvalidRequestError as error:
+        if error.parameter == "mm_processor_kwargs":
+            raise ConfigError(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"mm_processor_kwargs must be an object of JSON: {error}.") from error
 
 
 def processor_files(

@@ -47,5 +47,7 @@ def _pixels(image: Image) -> Iterator[bytes]:
 
 
 def as_text(value: Any) -> str:
-    """Data of JSON as one text, whatever the order of its keys."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=repr)
+    """Data of JSON as one text, whatever the order of its keys. Raises `TypeError`, `ValueError` or
+    `RecursionError` for other data.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenmill.config.multimodal import MultiModalConfig
 from tokenmill.contracts.request import MultiModalFeature, TensorData
-from tokenmill.errors import InvalidRequestError, shown
+from tokenmill.errors import InvalidRequestError
 from tokenmill.features.multimodal.decoding import (
     check_file_size,
     decode_image,
@@ -110,13 +110,22 @@ class Images:
             )
 
     def options(self, given: object) -> dict[str, Any]:
-        """A request's options over the engine's. Raises `InvalidRequestError` for no mapping."""
-        if given is not None and not isinstance(given, Mapping):
+        """A request's options over the engine's. Raises `InvalidRequestError` for what is no object
+        of JSON.
+        """
+        if given is None:
+            return dict(self._config.processor_options)
+        try:
+            is_json = isinstance(given, Mapping) and as_text(given) != ""
+        except (TypeError, ValueError, RecursionError):
+            is_json = False
+        if not is_json:
             raise InvalidRequestError(
-                f"mm_processor_kwargs={shown(given)} must be an object of options.",
+                f"mm_processor_kwargs has type {type(given).__name__}; it must be an object of"
+                f" options, of JSON, and not nested deep.",
                 parameter="mm_processor_kwargs",
             )
-        return {**self._config.processor_options, **(given or {})}
+        return {**self._config.processor_options, **cast(Mapping[str, Any], given)}
 
     def prepare_all(
         self, sources: Sequence[Any], options: Mapping[str, Any], where: str
