@@ -90,7 +90,7 @@ void bind_shared_group(nb::module_& module) {
         check(size > 0, "size", "positive");
         return SharedGroup::memory_bytes(size, checked_slot_bytes(slot_bytes));
       }, nb::arg("size"), nb::arg("slot_bytes"))
-      .def("begin", &SharedGroup::begin)
+      .def("begin", &SharedGroup::begin, nb::arg("mark"))
       .def("all_reduce", &run_all_reduce, nb::arg("x").noconvert())
       .def("all_gather", &run_all_gather, nb::arg("x").noconvert(), nb::arg("widths"),
            nb::arg("out").noconvert())

@@ -130,7 +130,7 @@ void SharedGroup::all_gather(const float* columns, int num_rows, const std::vect
 
 // Says that the slot is filled, and waits until all are.
 void SharedGroup::exchange(std::uint64_t tag) {
-  tag = tag << 24 | (attempt_ & 0xffffffu);
+  tag = tag << 32 | mark_;
   Line& own = line(rank_);
   check_whole();
   own.tags[round_ % 2].store(tag, std::memory_order_relaxed);

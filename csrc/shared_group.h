@@ -10,8 +10,8 @@
 // others arrive in the round between, which they do only once they have read it; there is no other
 // barrier.
 //
-// Every round carries a tag of the attempt and of the operation's size. Ranks that do not do the
-// same, since one of them has failed in between, find that out, and the group is broken for good.
+// Every round carries a tag of what it belongs to and of the operation's size. Ranks that do not do
+// the same, since one of them has failed in between, find that out, and the group is broken for good.
 #pragma once
 
 #include <atomic>
@@ -32,8 +32,8 @@ class SharedGroup {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // What follows belongs to another attempt: all ranks begin the same ones.
-  void begin() { ++attempt_; }
+  // What follows belongs to this: all ranks begin the same.
+  void begin(std::uint32_t mark) { mark_ = mark; }
 
   // Replaces values [count] by their sum over the ranks, ((0 + 1) + 2) + ... Throws
   // std::runtime_error if the group is broken.
@@ -60,7 +60,7 @@ class SharedGroup {
   int rank_, size_;
   std::size_t slot_bytes_;
   std::uint32_t round_ = 0;
-  std::uint32_t attempt_ = 0;
+  std::uint32_t mark_ = 0;
 };
 
 }  // namespace tokenmill

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from helpers.served import Collected, add_delta, process_exists, serve_args, until
+from helpers.served import Collected, add_delta, process_exists, serve_args, until, until_idle
 from helpers.tiny import tiny_llama, write_wide_llama
 from tokenmill import LLM, SamplingParams
 from tokenmill.engine.async_llm import AsyncLLM
@@ -269,6 +269,46 @@ def test_a_rank_that_is_killed_is_replaced_and_no_rank_is_left() -> None:
             await llm.shutdown()
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_between_requests_is_replaced_at_once() -> None:
+    async def main() -> None:
+        llm = await AsyncLLM.start(
+            serve_args(tensor_parallel_size=2, dtype="float32", num_kv_blocks=40)
+        )
+        try:
+            assert llm.core_pid is not None
+            core_pid = llm.core_pid
+            expected = await stream(llm, 0)
+            await until_idle(llm)
+            os.kill(rank_pids(core_pid)[0], signal.SIGKILL)
+            await until(lambda: not process_exists(core_pid))
+            assert await stream(llm, 0) == expected
+            assert (await llm.stats()).num_restarts == 1
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_beside", [0, 1])
+def test_a_request_that_fails_on_all_ranks_fails_alone(wide_llama: Path, num_beside: int) -> None:
+    """Each of them runs the step again, request by request. One that fails on one rank only leaves
+    the ranks in different steps: they find out, and nobody gets a token of that.
+    """
+    settings = {"tensor_parallel_size": 2, "logits_processors": ["helpers.processors:Failing"]}
+    prompts, params = ([*each[: 1 + num_beside]] for each in requests())
+    with engine(wide_llama, **settings) as llm:
+        expected = results(llm.generate(prompts, params, use_tqdm=False))
+        params[0] = params[0].replace(extra_args={"fails": "everywhere"})
+        failed, *others = llm.generate(prompts, params, use_tqdm=False)
+        assert "the processor divides by zero" in failed.outputs[0].error
+        assert results(others) == expected[1:]
+        params[0] = params[0].replace(extra_args={"fails": "rank 1"})
+        with pytest.raises(EngineDeadError, match=r"Rank \d failed"):
+            llm.generate(prompts, params, use_tqdm=False)
 
 
 @pytest.mark.slow

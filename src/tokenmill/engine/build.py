@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -255,7 +256,12 @@ def build_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) ->
     checkpoint = _opener(args)(Path(config.model.path))
     # Only grammars need the tokenizer here: it is read when the first request has one.
     core = _build_core(
-        config, checkpoint, on_progress, args, lambda: read_tokenizer(args, checkpoint)
+        config,
+        checkpoint,
+        on_progress,
+        args,
+        lambda: read_tokenizer(args, checkpoint),
+        on_death=lambda: os._exit(1),  # between steps nobody would notice; now the front end does
     )
     gc.freeze()  # the process is there for this; no step waits while its objects are looked through
     return core
@@ -267,10 +273,11 @@ def _build_core(
     progress: Progress,
     args: EngineArgs,
     tokenizer: Callable[[], Tokenizer | None],
+    on_death: Callable[[], None] | None = None,
 ) -> EngineCore:
     """Workers, executor and scheduler."""
     workers = start_workers(
-        args, config, checkpoint, lambda done, total: progress("load", done, total)
+        args, config, checkpoint, lambda done, total: progress("load", done, total), on_death
     )
     depth = config.scheduler.max_steps_in_flight
     generation = generation_config(args, checkpoint.generation_config)

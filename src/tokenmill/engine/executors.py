@@ -26,14 +26,15 @@ def start_workers(
     config: EngineConfig,
     checkpoint: Checkpoint,
     on_progress: Callable[[int, int], None],
+    on_death: Callable[[], None] | None = None,
 ) -> Workers:
     """Load the model. In this process, torch is imported for that; several ranks open the files
-    that `args` name themselves.
+    that `args` name themselves. `on_death` is called where one of them dies between steps.
     """
     if config.parallel.world_size > 1:
         from tokenmill.executor.multiproc import MultiprocExecutor
 
-        ranks = MultiprocExecutor(args, config, on_progress)
+        ranks = MultiprocExecutor(args, config, on_progress, on_death=on_death)
         return Workers(ranks, ranks.kv_cache_config)
     from tokenmill.executor.local import local_executor
     from tokenmill.worker.build import build_worker

@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import select
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -39,6 +41,8 @@ from tokenmill.kernels import native
 DEFAULT_FACTORY = "tokenmill.engine.build:build_rank"
 _CAUSE_PATIENCE = 2.0
 """Seconds to wait for the rank that has failed, where another one tells that it has noticed."""
+_DEATH_PATIENCE = 1.0
+"""Seconds for whoever uses the ranks to find out by itself that one has died."""
 
 Progress = Callable[[int, int], None]
 
@@ -60,8 +64,12 @@ class MultiprocExecutor:
         on_progress: Progress = lambda done, total: None,
         *,
         factory: str = DEFAULT_FACTORY,
+        on_death: Callable[[], None] | None = None,
     ) -> None:
         """Start the ranks and wait until they are built.
+
+        `on_death` is called, in a thread of its own, when a rank has died and nobody has asked for
+        anything for a second: where nobody may ask for a long time.
 
         Raises what building one raised, and `EngineDeadError` for one that died.
         """
@@ -91,6 +99,12 @@ class MultiprocExecutor:
         except BaseException:
             self.shutdown()
             raise
+        if on_death is not None:
+            streams = list(self._streams.values())
+            watch = threading.Thread(
+                target=self._watch, args=(streams, on_death), name="tokenmill-ranks", daemon=True
+            )
+            watch.start()
 
     @property
     def rank_pids(self) -> list[int]:
@@ -237,6 +251,16 @@ class MultiprocExecutor:
         """While others are waited for."""
         if self._selector.get_map():
             self.take_messages(timeout=0)
+
+    def _watch(self, streams: list[socket.socket], on_death: Callable[[], None]) -> None:
+        """Wait for the end of a stream, without taking anything from it."""
+        poll = select.poll()
+        for stream in streams:
+            poll.register(stream, select.POLLRDHUP)
+        poll.poll()
+        time.sleep(_DEATH_PATIENCE)  # whoever waits for a step has been told by now
+        if self._death is None:
+            on_death()
 
     def _find_cause(self, rank: int) -> None:
         """A rank has noticed that another one failed: let that one tell, and raise it."""

@@ -31,9 +31,9 @@ class SharedGroup:
         memory = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)
         self._native = native.module().SharedGroup(memory, rank, size, SLOT_BYTES)
 
-    def begin(self) -> None:
-        """What follows is another attempt at a step; all ranks begin the same ones."""
-        self._native.begin()
+    def begin(self, mark: int) -> None:
+        """What follows belongs to this, a number of 32 bits; all ranks begin the same."""
+        self._native.begin(mark)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """x, float32 [N, size], which becomes the sum of all ranks' x.

@@ -91,17 +91,18 @@ class DistributedGroup:
         self.size = size
         self.is_broken = False
         self._group = group
+        self._mark = torch.zeros(2)
+        """Step and attempt: sent with everything, and compared."""
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return sum_in_order(self._gather(x.contiguous()))
+        return sum_in_order(self._gather(x))
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         widest = max(widths)
-        padded = functional.pad(x, (0, widest - x.shape[1])).contiguous()
-        parts = self._gather(padded)
+        parts = self._gather(functional.pad(x, (0, widest - x.shape[1])))
         return torch.cat(
             [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1
         )
@@ -113,10 +114,14 @@ class DistributedGroup:
         rows = torch.where(is_here[:, None], found.float(), 0.0)
         return self.all_reduce(rows).to(found.dtype)
 
-    def begin(self) -> None:
-        """Attempts are not told apart: a rank that fails alone ends its process, and all end."""
+    def begin(self, step_id: int, attempt: int) -> None:
+        self._mark = torch.tensor([float(step_id % (1 << 20)), float(attempt)])
 
     def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x, group=self._group)
-        return parts
+        sent = torch.cat((x.flatten(), self._mark))
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent, group=self._group)
+        if not all(torch.equal(each[-2:], self._mark) for each in received):
+            self.is_broken = True
+            raise RuntimeError("the ranks of the group are in different steps: one has failed")
+        return [each[:-2].view(x.shape) for each in received]

@@ -9,6 +9,9 @@ import torch
 
 from tokenmill.kernels import shared_group
 
+_ATTEMPT_BITS = 12
+"""Of a mark; the others are of the step's number."""
+
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """Rows ids, int32 or int64 [N], of a table: [N, size]."""
 
@@ -41,8 +44,8 @@ class TensorGroup(Protocol):
         """Rows ids [N] of a table of which this rank has those in `part`."""
         ...
 
-    def begin(self) -> None:
-        """What follows belongs to another attempt at a step."""
+    def begin(self, step_id: int, attempt: int) -> None:
+        """What follows belongs to this attempt at this step. Ranks that have begun others fail."""
         ...
 
     @property
@@ -70,7 +73,7 @@ class SoloGroup:
     def lookup(self, ids: torch.Tensor, part: range, gather: Gather) -> torch.Tensor:
         return gather(ids)
 
-    def begin(self) -> None:
+    def begin(self, step_id: int, attempt: int) -> None:
         """Nothing has to be told."""
 
 
@@ -85,7 +88,6 @@ class SharedMemoryGroup:
         self.rank = rank
         self.size = size
         self._shared = shared_group.SharedGroup(fd, rank, size)
-        self.begin = self._shared.begin
         self.all_gather = self._shared.all_gather
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -100,6 +102,9 @@ class SharedMemoryGroup:
         shared_group.clear_others(ids, part, rows)
         self._shared.all_reduce(rows)
         return rows if rows is found else rows.to(found.dtype)  # a sum with zeros is exact
+
+    def begin(self, step_id: int, attempt: int) -> None:
+        self._shared.begin((step_id << _ATTEMPT_BITS | attempt) & 0xFFFFFFFF)
 
     def break_up(self) -> None:
         """Have the others fail: this rank will not come."""

@@ -109,9 +109,14 @@ class GroupRunner(ModelRunner):
     def __init__(self, *arguments: Any, group: TensorGroup, **parts: Any) -> None:
         super().__init__(*arguments, **parts)
         self._group = group
+        self._step_id = -1
+        self._attempt = 0
+        """At this step: one that fails on all ranks is run again request by request."""
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self._group.begin()
+        self._attempt = self._attempt + 1 if plan.step_id == self._step_id else 0
+        self._step_id = plan.step_id
+        self._group.begin(plan.step_id, self._attempt)
         super().execute_model(plan)
 
 

@@ -108,7 +108,7 @@ class StageRunner(ModelRunner):
         super().update_states(plan)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self._group.begin()
+        self._group.begin(plan.step_id, 0)
         if self._place.is_last_stage:
             super().execute_model(plan)
         else:

@@ -102,12 +102,14 @@ def test_ranks_that_do_not_do_the_same_find_out():
     assert isinstance(second, RuntimeError)
 
 
-def test_ranks_in_different_attempts_find_out():
-    """One has failed in the middle of a step and begins it again: sizes are the same."""
+@pytest.mark.parametrize("marks", [[(7, 0), (7, 1)], [(8, 0), (7, 0)]])
+def test_ranks_in_different_steps_find_out(marks):
+    """One has failed in a step, and begins it again, when the other is in its middle or in the
+    next: sizes are the same.
+    """
 
     def work(group):
-        if group.rank == 1:
-            group.begin()
+        group.begin(*(marks[group.rank]))
         group.all_reduce(torch.zeros(1, 32))
 
     assert all(isinstance(each, RuntimeError) for each in together(2, work))

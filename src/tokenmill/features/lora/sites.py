@@ -51,7 +51,7 @@ class Site:
         shares = self.row_shares[part]
         if all(share.is_whole for share in shares):
             return b
-        pieces = b.split([share.total for share in shares])
+        pieces = torch.split(b, [share.total for share in shares])
         return torch.cat([piece[s.start : s.stop] for piece, s in zip(pieces, shares, strict=True)])
 
     @property
