@@ -281,12 +281,17 @@ def test_what_a_config_leaves_out_is_the_library_s_default(tmp_path: Path) -> No
     config = {
         "architectures": ["LlavaForConditionalGeneration"],
         "image_token_index": 32000,
-        "text_config": {"model_type": "llama", "vocab_size": 32064},
+        "eos_token_id": 7,
+        "pad_token_id": 9,
+        "tie_word_embeddings": True,
+        "text_config": {"model_type": "llama", "vocab_size": 32064, "eos_token_id": None},
     }
     (path / "config.json").write_text(json.dumps(config))
     found = open_checkpoint(path).config
     assert found["vocab_size"] == 32064
     assert (found["hidden_size"], found["num_hidden_layers"]) == (4096, 32)
+    assert (found["eos_token_id"], found["pad_token_id"]) == (7, 9)
+    assert found["tie_word_embeddings"]
     assert found["vision_config"]["image_size"] == 336
     assert found["image_token_id"] == 32000
     assert found["decoder_architecture"] == "LlamaForCausalLM"

@@ -4,14 +4,29 @@ log-probabilities by its own processors, and the same bits however a request is 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from helpers.vision_families import VISION_FAMILIES, VisionFamily
-from helpers.vision_models import picture, processor_of, reference_logits, saved
+from helpers.vision_models import (
+    family_of,
+    load,
+    picture,
+    processor_of,
+    reference_logits,
+    saved,
+    tensors,
+)
 from tokenmill import LLM, SamplingParams
+from tokenmill.checkpoint.nested_config import is_of_tower
+from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.kernels import native
+from tokenmill.models.loader import tensor_shapes
+from tokenmill.quantization.pack_checkpoint import pack_checkpoint
 
 MAX_TOKENS = 8
 BLOCK_SIZE = 32
@@ -127,3 +142,25 @@ def test_the_same_tokens_after_preemption(family: VisionFamily) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [
         output.outputs[0].token_ids for output in wanted
     ]
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "smolvlm"])
+def test_packed_weights_are_those_of_the_decoder(name: str, tmp_path: Path) -> None:
+    if not native.is_available():
+        return  # nothing can be packed
+    family = family_of(name)
+    source = open_checkpoint(saved(name))
+    order = tensor_shapes(source.config)
+    manifest = pack_checkpoint(source, tmp_path, "int4", source="model", order=order)
+    assert manifest.tensors
+    assert not any(is_of_tower(each) for each in manifest.tensors)
+    with engine(family, "bfloat16", quantization="int4") as llm:
+        wanted = run(llm, family)
+    with LLM(str(tmp_path), device="cpu", num_kv_blocks=48, max_model_len=480) as llm:
+        assert run(llm, family) == wanted
+    inputs = tensors(processor_of(name).process(IMAGES[0], {}))
+    with torch.inference_mode():
+        plain, packed = (
+            load(path, "bfloat16").encode("image", inputs) for path in (saved(name), tmp_path)
+        )
+    assert torch.equal(plain, packed)
