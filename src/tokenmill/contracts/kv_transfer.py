@@ -94,14 +94,18 @@ def remote_origin(params: Mapping[str, Any]) -> RemoteOrigin | None:
 
 
 def _num_blocks(block_ids: object) -> int:
-    """Of one group; the ids are one list, or one for each group."""
-    if isinstance(block_ids, list) and block_ids and isinstance(block_ids[0], list):
-        block_ids = max(block_ids, key=len) if all(isinstance(i, list) for i in block_ids) else None
-    if not isinstance(block_ids, list) or not all(
-        isinstance(each, int) and not isinstance(each, bool) for each in block_ids
-    ):
+    """Of a sequence in the group that has most; the ids are one list, or one for each group."""
+    lists = block_ids if _is_list_of(list, block_ids) and block_ids else [block_ids]
+    assert isinstance(lists, list)
+    if not all(_is_list_of(int, each) for each in lists):
         raise _refusal("remote_block_ids", block_ids, "must list block ids")
-    return len(block_ids)
+    return max(map(len, lists))
+
+
+def _is_list_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, kind) and not isinstance(each, bool) for each in value
+    )
 
 
 def _refusal(name: str, value: object, why: str) -> InvalidRequestError:
