@@ -18,17 +18,11 @@ KEPT_EMBEDS = 16_384
 
 
 def resolve_encoder(
-    args: EngineArgs,
-    hf_config: Mapping[str, Any],
-    implementation: str,
-    device: str,
-    step: StepShape,
+    args: EngineArgs, hf_config: Mapping[str, Any], implementation: str, step: StepShape
 ) -> EncoderConfig | None:
     """The settings for a model with a tower beside its decoder; None for others, and where images
     are switched off. Raises `ConfigError` that names the setting.
     """
-    if device != "cpu":  # it answers to texts
-        return None
     if implementation != "tokenmill" or not has_vision_tower(hf_config):
         return None
     if args.limit_mm_per_prompt.get("image") == 0:

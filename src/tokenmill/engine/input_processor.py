@@ -69,7 +69,7 @@ class InputProcessor:
         self.images = images
         """What the model makes of images; None for one that takes none."""
         self._name = config.model.name
-        self._why_no_images = why_no_images(config.model.architecture, config.device)
+        self._why_no_images = why_no_images(config.model.architecture)
         self._max_model_len = config.model.max_model_len
         self._vocab_size = config.model.vocab_size
         self._max_logprobs = config.max_logprobs

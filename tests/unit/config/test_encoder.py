@@ -49,6 +49,7 @@ def test_defaults_follow_the_step_and_the_context() -> None:
     assert config.encoder == EncoderConfig(96, 2048)
     assert config.ledger.encoder_cache == 2048 * 64 * 2
     assert "images" in render(config.ledger)
+    assert resolved(on_gpu=True, max_num_batched_tokens=96).encoder == config.encoder
     assert resolved(max_num_batched_tokens=96, max_model_len=64).encoder == EncoderConfig(96, 96)
 
 
@@ -59,7 +60,7 @@ def test_what_was_set_holds() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"text_only": True}, {"on_gpu": True}, {"limit_mm_per_prompt": {"image": 0}}],
+    [{"text_only": True}, {"limit_mm_per_prompt": {"image": 0}}],
     ids=lambda settings: next(iter(settings)),
 )
 def test_where_no_images_come_nothing_is_kept_for_them(settings: dict[str, Any]) -> None:

@@ -121,13 +121,9 @@ def takes_images(architecture: str) -> bool:
     return architecture in IMAGE_PROCESSORS
 
 
-def why_no_images(architecture: str, device: str) -> str:
-    """For an architecture with a tower that is not read there: the reason, behind a colon."""
-    if architecture in _REFUSED:
-        return f": {_REFUSED[architecture]}"
-    if device != "cpu" and takes_images(architecture):
-        return ": on a GPU it answers to texts alone so far (device='cpu' takes images)"
-    return ""
+def why_no_images(architecture: str) -> str:
+    """For an architecture with a tower that is not read: the reason, behind a colon."""
+    return f": {_REFUSED[architecture]}" if architecture in _REFUSED else ""
 
 
 def make_image_processor(architecture: str, files: ProcessorFiles) -> ImageProcessor:
