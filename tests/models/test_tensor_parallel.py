@@ -24,9 +24,10 @@ from tokenmill.config.ranks import DIVIDED, UNDIVIDED, WHOLE_LAYERS
 from tokenmill.kernels import native
 from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
-from tokenmill.models.loader import load_model
+from tokenmill.models.loader import load_model, tensor_shapes
 from tokenmill.models.registry import MODELS
 from tokenmill.parallel.group import SOLO
+from tokenmill.quantization.pack_checkpoint import pack_checkpoint
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
 SIZE = 2
@@ -71,22 +72,29 @@ def test_quantised_weights_are_those_of_one_rank(quantization: Any, tmp_path: Pa
     """Groups of 32 values are quantised alike, wherever a matrix is divided. What differs is the
     rounding of partial sums, by 0.03.
     """
-    path, ids = write_wide_llama(tmp_path, initializer_range=0.15), prompt(40, 8)
-    hf_config = dict(open_checkpoint(path).config)
+    path, ids = write_wide_llama(tmp_path / "plain", initializer_range=0.15), prompt(40, 8)
+    source, packed = open_checkpoint(path), tmp_path / "packed"
+    order = tensor_shapes(source.config)
+    pack_checkpoint(source, packed, quantization, source="wide", order=order)
 
-    def work(group: Any) -> torch.Tensor:
-        kernels = NativeKernels(quantization, group)
-        model = load_model(
-            model_config(hf_config, "bfloat16"), open_checkpoint(path), kernels=kernels
+    def compute(group: Any, directory: Path) -> torch.Tensor:
+        kernels, checkpoint = NativeKernels(quantization, group), open_checkpoint(directory)
+        config = model_config(dict(checkpoint.config), "bfloat16")
+        run = PagedRun(
+            load_model(config, checkpoint, kernels=kernels),
+            "bfloat16",
+            backend=CpuBackend(),
+            block_size=32,
         )
-        run = PagedRun(model, "bfloat16", backend=CpuBackend(), block_size=32)
         with torch.inference_mode():
-            return model.compute_logits(run.prefill("a", ids))
+            return run.model.compute_logits(run.prefill("a", ids))
 
-    expected = work(SOLO)
-    first, second = together(SIZE, work)
+    expected = compute(SOLO, path)
+    first, second = together(SIZE, lambda group: compute(group, path))
     assert torch.equal(first, second)
     assert (first - expected).abs().mean() < 0.06
+    for found in together(SIZE, lambda group: compute(group, packed)):
+        assert torch.equal(found, first), "panels of a packed file are divided"
 
 
 def test_a_rank_holds_its_part_only() -> None:
