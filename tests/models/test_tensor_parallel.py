@@ -14,6 +14,7 @@ import torch
 
 from helpers.families import FAMILIES, Family
 from helpers.family_models import prompt, reference_logits, saved
+from helpers.gguf import tiny_llama, write_llama_gguf
 from helpers.models import PagedRun, model_config
 from helpers.ranks import together
 from helpers.tiny import write_wide_llama
@@ -95,6 +96,26 @@ def test_quantised_weights_are_those_of_one_rank(quantization: Any, tmp_path: Pa
     assert (first - expected).abs().mean() < 0.06
     for found in together(SIZE, lambda group: compute(group, packed)):
         assert torch.equal(found, first), "panels of a packed file are divided"
+
+
+@pytest.mark.parametrize("tensor_type", ["Q8_0", "Q4_0", "Q5_1"])
+def test_blocks_of_a_gguf_file_are_divided(tensor_type: str, tmp_path: Path) -> None:
+    """Llama's queries and keys are interleaved there, head by head."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4}
+    model = tiny_llama(**sizes, num_key_value_heads=2)
+    path = write_llama_gguf(tmp_path / "tiny.gguf", model, tensor_type)
+
+    def compute(group: Any) -> torch.Tensor:
+        checkpoint = open_checkpoint(path)
+        config = model_config(dict(checkpoint.config))
+        kernels = NativeKernels(group=group)
+        run = PagedRun(load_model(config, checkpoint, kernels=kernels), "float32")
+        with torch.inference_mode():
+            return run.model.compute_logits(run.prefill("a", list(range(3, 30))))
+
+    expected = compute(SOLO)
+    for found in together(SIZE, compute):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_rank_holds_its_part_only() -> None:
