@@ -193,7 +193,9 @@ def test_b118_addresses_that_are_not_public(internet, address):
     assert not internet.dialed
 
 
-@pytest.mark.parametrize("address", [PUBLIC, "8.8.8.8", "2606:4700::1111", "64:ff9b::808:808"])
+@pytest.mark.parametrize(
+    "address", [PUBLIC, "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
 def test_public_addresses(address):
     assert is_public(address)
 
