@@ -92,6 +92,7 @@ def test_a_core_that_dies_is_told_and_one_that_refuses():
         pass
 
 
+@pytest.mark.slow
 def test_the_same_tokens_as_of_one_engine():
     settings = {"dtype": "float32", "num_kv_blocks": 64, "num_threads": 1}
     prompts = [f"A fox, {number} dogs" for number in range(6)]

@@ -126,10 +126,17 @@ def test_a_core_that_is_killed_takes_nobody_with_it(monkeypatch):
                 assert got.finish_reason == "length"
 
             await asyncio.gather(*(stream(number) for number in range(8)))
-            await until(lambda: None not in llm.core_pids)
+
+            async def restarts() -> list[int]:
+                return [each.num_restarts for each in (await llm.stats()).replicas]
+
+            async def is_back() -> bool:
+                return await restarts() == [1, 0]
+
+            await until(is_back)
             assert llm.core_pids[1] == other
             await until_idle(llm)
-            assert [each.num_restarts for each in (await llm.stats()).replicas] == [1, 0]
+            assert await restarts() == [1, 0]
 
     asyncio.run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -111,6 +112,7 @@ def cores(served):
     return [pid for pid in served.children() if len(os.listdir(f"/proc/{pid}/task")) > 1]
 
 
+@pytest.mark.slow
 def test_eight_streams_do_not_notice_that_a_core_is_killed(served):
     client = served.client()
 
@@ -126,11 +128,14 @@ def test_eight_streams_do_not_notice_that_a_core_is_killed(served):
         os.kill(first, signal.SIGKILL)
         assert client.get("/ready").status == client.get("/health").status == 200
         assert [each.result(60) for each in streams] == undisturbed
-    found = families(client)
-    assert value(found, "tokenmill:core_restarts_total") == 1
+    end = time.monotonic() + 60
+    while value(families(client), "tokenmill:core_restarts_total") < 1:
+        assert time.monotonic() < end
+        time.sleep(0.05)
     assert second in cores(served)
 
 
+@pytest.mark.slow
 def test_a_pin_outside_and_a_reset_of_all(served):
     client = served.client()
     reply = client.complete(data_parallel_rank=2)
@@ -144,6 +149,7 @@ def test_a_pin_outside_and_a_reset_of_all(served):
     assert all(value(found, "vllm:time_to_first_token_seconds_count", engine=r) > 0 for r in "01")
 
 
+@pytest.mark.slow
 def test_the_end_of_a_server_is_the_end_of_its_cores(served):
     left = cores(served)
     served.signal(signal.SIGTERM)
