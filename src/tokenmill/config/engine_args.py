@@ -186,6 +186,9 @@ class EngineArgs:
     TCPConnector or MultiConnector), kv_role, kv_ip, kv_port, kv_load_failure_policy,
     kv_connector_extra_config, ... (see docs/kv-transfer.md). Results are the same with it and
     without."""
+    kv_events_config: dict[str, Any] = field(default_factory=dict)
+    """Events on blocks of the prefix cache over ZMQ, as JSON on the command line:
+    enable_kv_cache_events, endpoint, replay_endpoint, topic, ... (see docs/kv-transfer.md)."""
     kv_offload_dir: str | None = None
     """Directory in which blocks of the KV cache are kept that are no longer in use: they are found
     again after they were evicted, and after a restart. Engines may share it."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenmill.config.kv_events import KVEventsConfig
 from tokenmill.config.kv_transfer import KVTransferConfig
 from tokenmill.config.multimodal import MultiModalConfig
 from tokenmill.config.parallel import ParallelConfig
@@ -223,6 +224,8 @@ class EngineConfig:
     """Of memory, heads and threads, the numbers here are those of the rank with most."""
     kv_transfer: KVTransferConfig | None = None
     """None keeps KV in the pool only."""
+    kv_events: KVEventsConfig | None = None
+    """None tells nobody of cached blocks."""
     data_parallel_size: int = 1
     """Replicas; all other numbers are those of one."""
     reasons: tuple[Reason, ...] = ()

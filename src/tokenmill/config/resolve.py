@@ -34,6 +34,7 @@ from tokenmill.config.engine_config import (
     SamplingConfig,
 )
 from tokenmill.config.kv_cache_dtype import choose_kv_dtype
+from tokenmill.config.kv_events import resolve_kv_events
 from tokenmill.config.kv_layout import kv_layout
 from tokenmill.config.kv_pool import PoolSize, size_pool
 from tokenmill.config.kv_transfer import resolve_kv_transfer
@@ -133,6 +134,7 @@ def _by_themselves(args: EngineArgs) -> dict[str, Any]:
         "reasoning_parser": check_reasoning_parser(args.reasoning_parser),
         "structured_outputs": read_structured_outputs_config(args.structured_outputs_config),
         "multimodal": resolve_multimodal(args),
+        "kv_events": resolve_kv_events(args),
         "data_parallel_size": at_least("data_parallel_size", args.data_parallel_size, 1),
     }
 

@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable
 
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.config.kv_events import KVEventsConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.contracts.kv_events import EventSink
 from tokenmill.contracts.seams import GrammarManager, KVTransfer
 from tokenmill.core.adapters import AdapterReady
 from tokenmill.core.encoder import EncoderSchedule
 from tokenmill.core.scheduler import Scheduler
+from tokenmill.errors import ConfigError
 
 
 def build_scheduler(
@@ -29,7 +32,7 @@ def build_scheduler(
         encoder = EncoderSchedule(
             config.encoder.max_num_encoder_input_tokens, config.encoder.encoder_cache_size
         )
-    return Scheduler(
+    scheduler = Scheduler(
         config.scheduler,
         kv_cache_config,
         vocab_size=config.model.vocab_size,
@@ -42,3 +45,17 @@ def build_scheduler(
         clock=clock,
         readiness_rules=[AdapterReady(config.lora.max_loras)] if config.lora else [],
     )
+    if config.kv_events is not None:
+        scheduler.kv.report_to(_publisher(config.kv_events))
+    return scheduler
+
+
+def _publisher(config: KVEventsConfig) -> EventSink:
+    try:
+        from tokenmill.features.kv_transfer.publisher import EventPublisher
+    except ImportError as error:
+        raise ConfigError(
+            "kv_events_config: events go over ZMQ, and pyzmq is not installed:"
+            " pip install 'tokenmill[serve]'."
+        ) from error
+    return EventPublisher(config)

@@ -58,6 +58,7 @@ class EngineCore:
         self._max_steps_in_flight = max_steps_in_flight
         self._grammars = grammars or NoGrammars()
         self._transfers = scheduler.kv.transfers
+        self._events = scheduler.kv.events
         self.journal: StepJournal = NoJournal()
         """Set by whoever wants to know what a crash interrupted, before the first step."""
         self.num_settled_steps = 0
@@ -158,6 +159,7 @@ class EngineCore:
         """Stop the executor; may be called twice."""
         self._closed = True
         self._transfers.shutdown()
+        self._events.shutdown()
         self._executor.shutdown()
         self._grammars.shutdown()
 
@@ -167,10 +169,13 @@ class EngineCore:
         self._refusals += failures
 
     def _settle_transfers(self) -> None:
-        """Begin what the blocks of the last step allow, and end requests whose KV did not come."""
+        """Begin what the blocks of the last step allow, end requests whose KV did not come, and
+        tell what has become of cached blocks.
+        """
         self._transfers.poll()
         if failures := self._transfers.take_failures():
             self.scheduler.fail_requests(failures)
+        self._events.flush()
 
     def _submit(self) -> bool:
         """Plan a step and start it; False if there is nothing to compute.

@@ -28,6 +28,11 @@ def block_key(block_hash: bytes, group_index: int) -> BlockKey:
     return BlockKey(block_hash + group_index.to_bytes(_INDEX_BYTES, "little"))
 
 
+def hash_of(key: BlockKey) -> bytes:
+    """The block hash in a key."""
+    return key[:-_INDEX_BYTES]
+
+
 def group_index_of(key: BlockKey) -> int:
     """Number of the group whose block has this key."""
     return int.from_bytes(key[-_INDEX_BYTES:], "little")
@@ -137,8 +142,8 @@ class CachedBlockMap:
         self._blocks.clear()
 
 
-def _nobody_cares(block: KVCacheBlock) -> None:
-    """It stays where it is until it is needed."""
+def _nobody_cares(*what: object) -> None:
+    """Nobody wants to know."""
 
 
 class BlockPool:
@@ -154,6 +159,10 @@ class BlockPool:
         self._cached = CachedBlockMap()
         self.on_release: Callable[[KVCacheBlock], None] = _nobody_cares
         """Called with every cached block that no table holds any more."""
+        self.on_forget: Callable[[BlockKey], None] = _nobody_cares
+        """Called with every key that nothing can be found under any more."""
+        self.on_clear: Callable[[], None] = _nobody_cares
+        """Called when all that was cached is forgotten at once."""
         self._build()
 
     def _build(self) -> None:
@@ -224,6 +233,8 @@ class BlockPool:
         for block in blocks:
             if block.key is not None:
                 self._cached.remove(block.key, block)
+                if self._cached.get(block.key) is None:
+                    self.on_forget(block.key)
                 block.key = None
 
     def reset_prefix_cache(self) -> bool:
@@ -233,11 +244,13 @@ class BlockPool:
         for block in self._cached:
             block.key = None
         self._cached.clear()
+        self.on_clear()
         return True
 
     def rebuild(self) -> None:
         """Start again with all blocks free and nothing cached; no table may hold a block."""
         self._build()
+        self.on_clear()
 
     def audit(self, tables: Iterable[Iterable[KVCacheBlock]]) -> list[str]:
         """Everything that is wrong, in words, given all block tables. Takes O(blocks).

@@ -16,6 +16,10 @@ from tokenmill.core.request import Request
 from tokenmill.errors import ConfigError
 
 
+def _nobody_cares(request: Request, start: int, end: int) -> None:
+    """Nobody wants to know."""
+
+
 class FullAttentionGroup:
     """Keeps every token of a sequence.
 
@@ -42,6 +46,8 @@ class FullAttentionGroup:
         self._num_cached: dict[str, int] = {}
         self._num_passed: dict[str, int] = {}
         """Null blocks at the beginning of tables."""
+        self.on_store: Callable[[Request, int, int], None] = _nobody_cares
+        """Called with the blocks of a request, from one position to another, that can be found."""
 
     @property
     def index(self) -> int:
@@ -69,6 +75,7 @@ class FullAttentionGroup:
         """Make a block findable that has been filled with the content of the request's block."""
         self._verifier.remember(block, request, position)
         self.pool.cache_full_blocks([block], [request.block_hashes[position]], self._index)
+        self.on_store(request, position, position + 1)
 
     def table_length(self, request_id: str) -> int:
         """Blocks of the request's sequence so far, null blocks among them."""
@@ -138,6 +145,8 @@ class FullAttentionGroup:
         hashes = [request.block_hashes[position] for position in held]
         self.pool.cache_full_blocks([table[position] for position in held], hashes, self._index)
         self._num_cached[request.request_id] = num_blocks
+        if held:
+            self.on_store(request, held[0], num_blocks)
 
     def forget(self, request_id: str) -> None:
         """Make the request's blocks unfindable; it keeps them."""

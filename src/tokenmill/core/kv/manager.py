@@ -9,9 +9,11 @@ from itertools import chain
 from typing import Any
 
 from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.contracts.kv_events import EventSink
 from tokenmill.contracts.plan import BlockIds
 from tokenmill.contracts.seams import KVTransfer
 from tokenmill.core.kv.block_pool import BlockPool, KVCacheBlock
+from tokenmill.core.kv.events import KVEvents, NoKVEvents
 from tokenmill.core.kv.groups import build_groups
 from tokenmill.core.kv.hashing import (
     PROCESS_ROOT,
@@ -108,8 +110,13 @@ class KVCacheManager:
         self.prefix_cache_stats = PrefixCacheStats()
         self.transfers: Transfers = NoTransfers()
         """What comes from outside and goes there."""
+        self.events: KVEvents | NoKVEvents = NoKVEvents()
         if transfer is not None:
             self.transfers = KVTransfers(self, self._groups, self._pools, transfer)
+
+    def report_to(self, sink: EventSink) -> None:
+        """Have it told which blocks come into the prefix cache and go out of it."""
+        self.events = KVEvents(self._groups, self.block_size, sink)
 
     @property
     def usage(self) -> float:
@@ -246,7 +253,9 @@ class KVCacheManager:
             self.transfers.flush(_FLUSH_SECONDS)
         if any(pool.num_used_blocks for pool in self._pools):
             return False
-        return all(pool.reset_prefix_cache() for pool in self._pools)
+        is_reset = all(pool.reset_prefix_cache() for pool in self._pools)
+        self.events.flush()
+        return is_reset
 
     def audit(self) -> list[str]:
         """Everything that is wrong with counts, tables and lists, in words."""
