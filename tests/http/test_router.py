@@ -175,7 +175,8 @@ def test_what_is_refused_here():
         reply = router.post("/v1/completions", {"prompt": "x" * 4096})
         assert reply.status == 413
         assert "max_body_bytes" in reply.error["message"]
-        assert router.post("/admin", {}).status == 404
+        for path in ("/admin", "/v1/../admin", "/v1/%2e%2e/admin"):
+            assert router.post(path, {}).status == 404
         assert router.request("PUT", "/v1/completions", {}).status == 405
         assert router.post("/metrics", {}).status == 405
         assert router.post("/v1/completions", {"model": "none"}).status == 404

@@ -131,7 +131,8 @@ class _Client:
                 raise MethodNotAllowedError(f"{shown(self._path)} does not take {shown(method)}.")
             await own.answer(state, self._path, self._scope["headers"], self._send)
             return
-        if not self._path.startswith(_ROUTED) and self._path not in BROADCAST:
+        is_known = self._path.startswith(_ROUTED) or self._path in BROADCAST
+        if not is_known or ".." in self._path.split("/"):  # a backend might take that elsewhere
             raise NotFoundError(f"there is no {shown(self._path)} behind this router.")
         if method not in _METHODS:
             raise MethodNotAllowedError(f"{shown(self._path)} does not take {shown(method)}.")
