@@ -75,13 +75,13 @@ class EncoderSchedule:
             content_hash, num_embeds = feature.content_hash, feature.num_embeds
             if content_hash in counted or cache.is_referenced(content_hash):
                 continue
-            is_new = not cache.is_kept(content_hash)
-            is_over_budget = is_new and 0 < num_new > self.max_step_embeds - num_embeds
-            if num_embeds > num_available or is_over_budget:
+            is_kept = cache.is_kept(content_hash)
+            is_over_budget = num_new > 0 and num_new + num_embeds > self.max_step_embeds
+            if num_embeds > num_available or (is_over_budget and not is_kept):
                 return start - first
             counted.add(content_hash)
             num_available -= num_embeds
-            num_new += num_embeds if is_new else 0
+            num_new += 0 if is_kept else num_embeds
         return num_tokens
 
     def take(self, request: Request, num_tokens: int) -> None:
