@@ -195,7 +195,8 @@ class ProcessClient:
     def _wait_for_message(self) -> wire.FromCore:
         while (message := self.receive()) is None:
             self.page.beat_front_end()
-            if not self._socket.poll(_WAIT_MS) and not self.is_alive:
+            was_alive = self.is_alive  # asked first: it may have said something and then ended
+            if not self._socket.poll(_WAIT_MS) and not was_alive:
                 raise EngineDeadError(f"The engine core {self.how_it_ended()}.")
         return message
 
