@@ -19,8 +19,9 @@ from tokenmill.engine.input_processor import child_seed
 from tokenmill.errors import AdapterError
 from tokenmill.lora_request import LoRARequest
 
-FAMILIES = ["llava", "smolvlm", "qwen2-vl"]
-"""All placeholders take embeddings; some are tokens; tokens have three positions."""
+FAMILIES = ["llava", "smolvlm", "qwen3-vl"]
+"""All placeholders take embeddings; some are tokens; tokens have three positions, and embeddings
+values for several layers."""
 CAT, DOG = picture(64, 48), picture(64, 48, seed=5)
 WIDE = picture(90, 40, seed=7)
 
@@ -106,7 +107,7 @@ def test_another_image_is_another_prompt(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in FAMILIES), ("qwen2-vl", "bfloat16")]
+    ("name", "dtype"), [*((name, "float32") for name in FAMILIES), ("qwen3-vl", "bfloat16")]
 )
 def test_all_at_once_recorded_and_in_native_steps(name: str, dtype: str) -> None:
     with engine(name, dtype=dtype, check_graphs=True) as llm:
@@ -166,7 +167,7 @@ def test_preempted(name: str) -> None:
     ],
     ids=["two steps in flight", "lookup", "a model that drafts", "no chunks"],
 )
-@pytest.mark.parametrize("name", ["smolvlm", "qwen2-vl"])
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3-vl"])
 def test_beside_other_features(name: str, settings: dict[str, Any]) -> None:
     speculation = settings.get("speculative_config", {})
     if "model" in speculation:  # it sees no images, and drafts all the same
@@ -206,7 +207,7 @@ def test_a_form_behind_an_image(name: str) -> None:
     assert re.fullmatch("(cat|dog) and (fox|hen)", output.outputs[0].text)
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "qwen2-vl"])
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3-vl"])
 def test_adapters_change_the_decoder_beside_images(name: str, tmp_path: Path) -> None:
     decoder = reference(name).model
     decoder = getattr(decoder, "language_model", None) or decoder.text_model
