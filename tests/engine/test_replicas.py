@@ -141,6 +141,29 @@ def test_a_core_that_is_killed_takes_nobody_with_it(monkeypatch):
     asyncio.run(main())
 
 
+def test_who_was_not_in_the_failed_step_goes_on_elsewhere_at_once(monkeypatch):
+    monkeypatch.setenv(STEP_SECONDS, "0.05")
+
+    async def main():
+        async with serving(data_parallel_size=2, max_num_seqs=1) as llm:
+            first, *waiting = [
+                asyncio.create_task(
+                    ranks(llm, prompt_of(i), 4 + 16 * (i == 0), data_parallel_rank=0)
+                )
+                for i in range(3)
+            ]
+
+            async def runs() -> bool:
+                return (await llm.stats()).num_output_tokens > 0
+
+            await until(runs)
+            os.kill(llm.core_pids[0], signal.SIGKILL)
+            assert [set(found) for found in await asyncio.gather(*waiting)] == [{1}, {1}]
+            await first
+
+    asyncio.run(main())
+
+
 def test_without_one_core_the_other_takes_all(monkeypatch, tmp_path):
     """The second core is never built again: its requests, and all later ones, go to the first."""
     monkeypatch.setenv(MARKER, str(tmp_path / "marker"))
