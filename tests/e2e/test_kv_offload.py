@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import stat
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from helpers.family_models import saved
-from helpers.tiny import write_tiny_llama, write_wide_llama
+from helpers.kv_engines import LENGTHS, engine, prompts
+from helpers.tiny import write_wide_llama
 from tokenmill import LLM, SamplingParams
-
-LENGTHS = (150, 70, 131, 33, 129)
 
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path / "cache"))
-
-
-@functools.cache
-def model(name: str) -> Path:
-    if name == "wide":
-        return write_wide_llama(Path(tempfile.mkdtemp(prefix="tokenmill-offload-")))
-    if name == "windows":
-        return write_tiny_llama(
-            Path(tempfile.mkdtemp(prefix="tokenmill-offload-")),
-            num_hidden_layers=3,
-            hidden_size=128,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=64,
-            sliding_window=40,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        )
-    return saved(name)
-
-
-def prompts() -> list[dict[str, Any]]:
-    """The last begins like the first."""
-    draw = torch.Generator().manual_seed(0)
-    ids = [torch.randint(3, 97, (length,), generator=draw).tolist() for length in LENGTHS]
-    ids.append(ids[0][:100] + ids[3])
-    return [{"prompt_token_ids": each} for each in ids]
-
-
-def engine(name: str = "wide", **settings: Any) -> LLM:
-    defaults = {
-        "num_kv_blocks": 30,
-        "block_size": 32,
-        "max_model_len": 192,
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 64,
-        "device": "cpu",
-        "dtype": "bfloat16",
-        "num_threads": 1,
-        "skip_tokenizer_init": True,
-    }
-    return LLM(str(model(name)), **(defaults | settings))
 
 
 def run(llm: LLM, given: list[dict[str, Any]] | None = None) -> list[Any]:
@@ -86,12 +40,16 @@ def blocks_in(directory: Path) -> list[Path]:
         ("wide", {}),
         ("wide", {"kv_cache_dtype": "int8"}),
         ("wide", {"dtype": "float32"}),
-        ("wide", {"dtype": "float32", "attention_backend": "reference"}),
-        ("windows", {}),
+        pytest.param(
+            "wide", {"dtype": "float32", "attention_backend": "reference"}, marks=pytest.mark.slow
+        ),
+        pytest.param("wide", {"spec_method": "ngram", "spec_tokens": 3}, marks=pytest.mark.slow),
+        pytest.param("wide", {"model_impl": "transformers"}, marks=pytest.mark.slow),
+        pytest.param("windows", {}, marks=pytest.mark.slow),
         ("windows", {"kv_cache_dtype": "int8"}),
         ("bamba", {}),
-        ("mamba2", {}),
-        ("deepseek-v2", {}),
+        pytest.param("mamba2", {}, marks=pytest.mark.slow),
+        pytest.param("deepseek-v2", {}, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(map(str, value.values())),
 )
@@ -120,6 +78,31 @@ def test_what_a_small_pool_evicts_is_found_again(tmp_path: Path) -> None:
         assert hits(llm) > 0.5 * sum(LENGTHS)
 
 
+@pytest.mark.parametrize(
+    "ahead",
+    [pytest.param(False, id="one step", marks=pytest.mark.slow), pytest.param(True, id="two")],
+)
+def test_blocks_come_and_go_beside_the_steps(ahead: bool, tmp_path: Path) -> None:
+    """Many requests at once, a pool that evicts and preempts, copies while steps compute."""
+    many = prompts() * 3
+    params = [
+        SamplingParams(temperature=0.9, seed=n, max_tokens=30, ignore_eos=True, logprobs=1)
+        for n in range(len(many))
+    ]
+
+    def together(llm: LLM) -> list[Any]:
+        outputs = llm.generate(many, params, use_tqdm=False)
+        return [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
+
+    settings = {"num_kv_blocks": 13, "max_num_seqs": 5, "async_scheduling": ahead}
+    with engine(enable_prefix_caching=False, max_num_seqs=1) as llm:
+        expected = together(llm)
+    with engine(kv_offload_dir=str(tmp_path / "kv"), **settings) as llm:
+        assert together(llm) == expected
+        assert together(llm) == expected
+        assert hits(llm) > sum(LENGTHS)
+
+
 def test_two_engines_share_a_directory_at_the_same_time(tmp_path: Path) -> None:
     offload = {"kv_offload_dir": str(tmp_path)}
     with engine(enable_prefix_caching=False) as llm:
@@ -131,7 +114,10 @@ def test_two_engines_share_a_directory_at_the_same_time(tmp_path: Path) -> None:
         assert hits(two) > 0.5 * sum(LENGTHS)
 
 
-@pytest.mark.parametrize("damage", ["bit", "short", "long", "empty", "swapped"])
+@pytest.mark.parametrize(
+    "damage",
+    ["bit", "swapped", *(pytest.param(d, marks=pytest.mark.slow) for d in ("short", "long", ""))],
+)
 def test_damaged_files_are_computed_again(damage: str, tmp_path: Path) -> None:
     offload = {"kv_offload_dir": str(tmp_path)}
     with engine(**offload) as llm:
@@ -148,7 +134,7 @@ def test_damaged_files_are_computed_again(damage: str, tmp_path: Path) -> None:
                 "bit": whole,
                 "short": whole[:-7],
                 "long": whole + b"x",
-                "empty": b"",
+                "": b"",
                 "swapped": first if number else files[1].read_bytes(),
             }[damage]
         )

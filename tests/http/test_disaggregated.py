@@ -12,6 +12,8 @@ from helpers.live_router import LiveRouter
 from helpers.live_server import chunks_of
 from helpers.serve_process import ServeProcess
 
+pytestmark = pytest.mark.slow  # tests/e2e/test_kv_peers.py has the same without servers
+
 BLOCK = 32
 PROMPT = "Once upon a time there was a miller who had one daughter, and she was as clever " * 2
 FIELDS = {"prompt": PROMPT, "seed": 5, "temperature": 0.8, "max_tokens": 24, "logprobs": 3}

@@ -28,7 +28,7 @@ from tokenmill.core.request import Request
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_SECONDS = 5.0
+_FLUSH_SECONDS = 2.0
 """How long forgetting all prefixes waits for blocks that are being saved."""
 
 

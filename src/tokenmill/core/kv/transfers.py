@@ -322,8 +322,10 @@ class KVTransfers:
                 place.group.cache_block(request, place.position, place.block)
             else:
                 end = min(end, place.position)
-        request.num_external_tokens = max(end - load.blocks.start, 0) * self._block_size
-        self._counts.hits += request.num_external_tokens
+        num_tokens = max(end - load.blocks.start, 0) * self._block_size
+        self._counts.hits += num_tokens
+        if request.first_scheduled_time is None:  # as the hits in the pool are counted
+            request.num_external_tokens = num_tokens
         load.free()
         if self._transfer.fails_requests and end < load.blocks.stop and not request.is_finished:
             why = done.error or "blocks were not there any more"

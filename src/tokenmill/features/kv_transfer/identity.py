@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import importlib.metadata
 import json
 import logging
 import os
@@ -39,7 +40,7 @@ def hash_root(
     config: EngineConfig, checkpoint: Checkpoint, layout: Mapping[str, Any], secret: bytes
 ) -> bytes:
     """32 bytes; `layout` says what the cache of this model looks like, in values that JSON has."""
-    model = config.model
+    model, lora = config.model, config.lora
     facts = {
         "format": _FORMAT,
         "version": tokenmill.__version__,
@@ -48,9 +49,10 @@ def hash_root(
         "byteorder": sys.byteorder,
         "weights": weights_digest(checkpoint, config.seed),
         "config": dict(model.hf_config),
-        "architecture": [model.architecture, model.implementation],
+        "architecture": [model.architecture, *_code(model.implementation)],
         "dtype": [model.dtype, config.quantization],
         "exact": config.exact,
+        "adapters": None if lora is None else [lora.dtype, list(lora.target_modules)],
         "max_model_len": model.max_model_len,
         "layout": dict(layout),
     }
@@ -109,6 +111,13 @@ def _kernels_digest(kernels: str) -> str:
     path = native.module().__file__
     assert path is not None
     return _kept_digest(Path(path))
+
+
+def _code(implementation: str) -> list[str]:
+    """Whose code the model runs on, and which version of it; that of our own is told already."""
+    if implementation == "tokenmill":
+        return [implementation]
+    return [implementation, importlib.metadata.version(implementation)]
 
 
 def _device_name(device: str) -> str:
