@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.config.parallel import ParallelConfig
 from tokenmill.contracts.encoding import rebuild
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
@@ -45,6 +46,8 @@ _DEATH_PATIENCE = 1.0
 """Seconds for whoever uses the ranks to find out by itself that one has died."""
 
 Progress = Callable[[int, int], None]
+StartRanks = Callable[[ParallelConfig, int, Callable[[int], socket.socket]], list[LocalRank]]
+"""Starts the ranks of a machine, each with the end of a stream."""
 
 
 class MultiprocExecutor:
@@ -65,8 +68,9 @@ class MultiprocExecutor:
         *,
         factory: str = DEFAULT_FACTORY,
         on_death: Callable[[], None] | None = None,
+        start: StartRanks = start_ranks,
     ) -> None:
-        """Start the ranks and wait until they are built.
+        """Start the ranks of this machine with `start`, and wait until all are built.
 
         `on_death` is called, in a thread of its own, when a rank has died and nobody has asked for
         anything for a second: where nobody may ask for a long time.
@@ -95,7 +99,7 @@ class MultiprocExecutor:
         self._unlearnt: list[SampledTokens] = []
         self._adapters: dict[int, _LoadingAdapter] = {}
         try:
-            self._start(messages.RankSetup(factory, args, config, 0, None, _log_level()))
+            self._start(messages.RankSetup(factory, args, config, 0, None, _log_level()), start)
         except BaseException:
             self.shutdown()
             raise
@@ -215,14 +219,14 @@ class MultiprocExecutor:
 
     # ---- life and death ---------------------------------------------------------------------
 
-    def _start(self, setup: messages.RankSetup) -> None:
+    def _start(self, setup: messages.RankSetup, start: StartRanks) -> None:
         ends: dict[int, socket.socket] = {}
 
         def address_of(rank: int) -> socket.socket:
             ends[rank], other = socket.socketpair()
             return other
 
-        self._local = start_ranks(self._parallel, 0, address_of)
+        self._local = start(self._parallel, 0, address_of)
         for rank, stream in ends.items():
             self._listen(rank, stream)
         for rank, stream in accept_ranks(self._parallel, self._raise_if_one_ended):
