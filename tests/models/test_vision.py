@@ -33,11 +33,15 @@ from helpers.vision_models import (
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.nested_config import is_of_tower
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.kv_layout import model_windows
+from tokenmill.config.parameters import read_parameters
 from tokenmill.config.resolve import apply_overrides
+from tokenmill.config.windows import layer_windows
 from tokenmill.contracts.request import MultiModalFeature, TensorData
 from tokenmill.errors import CheckpointError, ConfigError, InvalidRequestError
 from tokenmill.features.multimodal.processing import ProcessedImage
 from tokenmill.kernels import native
+from tokenmill.layers.kernels import layer_kernels
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.loader import tensor_shapes, weight_slots
 
@@ -345,6 +349,33 @@ def test_overrides_reach_the_parts() -> None:
     assert found["vision_config"] == {**config["vision_config"], "image_size": 44}
     assert "text_config" not in found
     assert apply_overrides(config, {}) == config
+
+
+def test_windows_are_those_of_the_decoder_s_family() -> None:
+    """Before `layer_types`, whether there are any at all was the family's rule."""
+    config = dict(open_checkpoint(saved("llava-siglip")).config)
+    parameters = read_parameters(config)
+    assert model_windows(config, parameters, "tokenmill") == (None, 21)
+    del config["layer_types"]
+    assert layer_windows(config) == (None, 21)
+    config |= {"use_sliding_window": False, "sliding_window": 21}
+    assert layer_windows(config) == (None, None)
+    assert model_windows(config, parameters, "tokenmill") == (None, None)
+
+
+def test_a_tower_is_not_quantised_with_its_decoder() -> None:
+    if not native.is_available():
+        return  # nothing is
+    inputs = tensors(processor_of("qwen2-vl").process(picture(64, 48), {}))
+    path = saved("qwen2-vl")
+    with torch.inference_mode():
+        plain, quantised = (
+            load(path, "bfloat16", layer_kernels(torch.bfloat16, quantization)).encode(
+                "image", inputs
+            )
+            for quantization in (None, "int4")
+        )
+    assert torch.equal(plain, quantised)
 
 
 def test_the_ledger_counts_what_is_kept() -> None:
