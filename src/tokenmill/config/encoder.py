@@ -13,12 +13,17 @@ from tokenmill.config.engine_config import EncoderConfig, MemoryLedger
 from tokenmill.config.memory import StepShape
 from tokenmill.config.parameters import ModelParameters, at_least
 
-KEPT_EMBEDS = 16_384
-"""The largest image of the usual families has so many."""
+KEPT_EMBEDS = {"cpu": 4_096, "cuda": 16_384}
+"""Of a device, unless somebody sets another number. The largest image of the usual families has
+16,384; attention among the patches of such a one takes a CPU longer than anybody waits."""
 
 
 def resolve_encoder(
-    args: EngineArgs, hf_config: Mapping[str, Any], implementation: str, step: StepShape
+    args: EngineArgs,
+    hf_config: Mapping[str, Any],
+    implementation: str,
+    device: str,
+    step: StepShape,
 ) -> EncoderConfig | None:
     """The settings for a model with a tower beside its decoder; None for others, and where images
     are switched off. Raises `ConfigError` that names the setting.
@@ -31,7 +36,7 @@ def resolve_encoder(
     if most is None:
         most = step.max_num_batched_tokens
     if size is None:
-        size = max(min(step.max_model_len, KEPT_EMBEDS), step.max_num_batched_tokens)
+        size = max(min(step.max_model_len, KEPT_EMBEDS[device]), step.max_num_batched_tokens)
     return EncoderConfig(
         max_num_encoder_input_tokens=at_least("max_num_encoder_input_tokens", most, 1),
         encoder_cache_size=at_least("encoder_cache_size", size, 1),

@@ -172,7 +172,8 @@ class EngineArgs:
     of its own. By default max_num_batched_tokens."""
     encoder_cache_size: int | None = None
     """Embeddings of images that are kept for requests which share them; images with more are
-    refused. By default as many as max_model_len, at most 16,384."""
+    refused. By default as many as max_model_len, at most 4,096 on a CPU and 16,384 on a
+    GPU."""
     max_image_pixels: int = 33_554_432
     """Most pixels of an image; more are refused before they are decoded."""
     allowed_local_media_path: str | None = None

@@ -97,7 +97,7 @@ def resolve(
     step = step_shape(args, sizing, max_model_len, max_drafts(speculation), choices)
     speculation = resolve_draft(speculation, draft, parameters, step, dtype=dtype, kernels=kernels)
     layout = kv_layout(hf_config, parameters, implementation, step, block_size, kv_dtype)
-    encoder = None if pooling else resolve_encoder(args, hf_config, implementation, step)
+    encoder = None if pooling else resolve_encoder(args, hf_config, implementation, device, step)
     ledger = empty_ledger(machine, weights, parameters, step, device, lora)
     ledger = with_encoder(with_draft(ledger, speculation, step), encoder, parameters, dtype)
     layout = beside_draft(layout.spread_over(parallel.pipeline_parallel_size), speculation)

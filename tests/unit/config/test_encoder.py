@@ -53,6 +53,16 @@ def test_defaults_follow_the_step_and_the_context() -> None:
     assert resolved(max_num_batched_tokens=96, max_model_len=64).encoder == EncoderConfig(96, 96)
 
 
+@pytest.mark.parametrize(("on_gpu", "most"), [(False, 4096), (True, 16_384)])
+def test_the_largest_images_are_for_gpus(on_gpu: bool, most: int) -> None:
+    config = resolved(
+        on_gpu=on_gpu, hf_overrides={"max_position_embeddings": 40_000}, num_kv_blocks=3000
+    )
+    assert config.model.max_model_len > most
+    assert config.encoder is not None
+    assert config.encoder.encoder_cache_size == most
+
+
 def test_what_was_set_holds() -> None:
     config = resolved(max_num_encoder_input_tokens=7, encoder_cache_size=5000)
     assert config.encoder == EncoderConfig(7, 5000)

@@ -261,7 +261,8 @@ class Images:
         if self._max_embeds is not None and num_embeds > self._max_embeds:
             raise refused(
                 f"the image has {num_embeds} embeddings, more than are kept at a time"
-                f" (encoder_cache_size={self._max_embeds}); send a smaller one"
+                f" (encoder_cache_size={self._max_embeds}); send a smaller one, have it scaled down"
+                f" (mm_processor_kwargs), or start the engine with more"
             )
         return PreparedImage(
             content_hash,
