@@ -156,6 +156,24 @@ def test_the_blocks_before_a_missing_one_are_used() -> None:
     assert result.last.num_cached_tokens == 3 * BLOCK_SIZE
 
 
+def test_requests_that_begin_alike_wait_for_one_load() -> None:
+    core, transfer = make(FakeTransfer(max_delay=5))
+    run(core, ask(), ask(OTHERS[0]))
+    forget(core)
+    before = core.scheduler.make_stats()
+    longer = PROMPT[: 4 * BLOCK_SIZE] + OTHERS[0]
+    requests = [ask(), ask(), ask(longer), ask(PROMPT[:9])]
+    results = run(core, *requests)
+    assert transfer.num_loaded == 6
+    cached = [results[each.request_id].last.num_cached_tokens for each in requests]
+    assert cached == [6 * BLOCK_SIZE, 6 * BLOCK_SIZE, 4 * BLOCK_SIZE, 2 * BLOCK_SIZE]
+    stats = core.scheduler.make_stats()
+    num_queried = stats.external_prefix_cache_queries - before.external_prefix_cache_queries
+    # Once each: all of the first, and of the others what the pool did not have by then.
+    assert num_queried == len(PROMPT) + 1 + (len(longer) - 4 * BLOCK_SIZE) + 1
+    assert stats.external_prefix_cache_hits == 6 * BLOCK_SIZE
+
+
 def test_a_request_that_may_not_read_the_cache_loads_nothing() -> None:
     core, transfer = make()
     run(core, ask())

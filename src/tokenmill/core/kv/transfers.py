@@ -154,10 +154,11 @@ class KVTransfers:
         end = 0
         if computed.num_queried_tokens:  # else it may not read the cache
             end = self._find_end(request, computed.num_blocks, origin)
-            self._counts.queries += computed.num_queried_tokens - computed.num_tokens
+        num_queried = computed.num_queried_tokens - computed.num_tokens
         if end <= computed.num_blocks:
             if origin is not None:
                 self._transfer.release(origin)
+            self._counts.queries += num_queried
             return visit
         wanted = [
             (group, position, group.cached_block(request, position))
@@ -170,6 +171,7 @@ class KVTransfers:
         if visit.job_id is not None:
             visit.looks_again = True
         else:
+            self._counts.queries += num_queried
             gained = range(computed.num_blocks, end)
             visit.job_id = self._take_blocks(request, wanted, gained, origin)
         return visit

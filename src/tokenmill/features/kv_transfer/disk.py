@@ -18,6 +18,7 @@ import hmac
 import itertools
 import logging
 import os
+import secrets
 import struct
 import threading
 import time
@@ -58,6 +59,8 @@ class DiskStore:
         self._blocks = directory / hashlib.sha256(b"directory" + root).hexdigest()[:16]
         self._max_bytes = max_bytes
         self._secret = secret or b"none"
+        self._name = secrets.token_hex(8)
+        """Of this engine: process ids are not unique where machines share a directory."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._num_bytes = 0
@@ -108,7 +111,7 @@ class DiskStore:
             return
         self._make_room(num_bytes)
         path = self._path(key)
-        unfinished = f"{path}.{os.getpid()}.{next(self._numbers)}{_UNFINISHED}"
+        unfinished = f"{path}.{self._name}.{next(self._numbers)}{_UNFINISHED}"
         os.makedirs(os.path.dirname(path), exist_ok=True, mode=0o700)
         try:
             descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
