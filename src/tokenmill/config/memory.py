@@ -234,6 +234,8 @@ def summary(config: EngineConfig) -> str:
     model, ledger = config.model, config.ledger
     threads = "1 thread" if config.num_threads == 1 else f"{config.num_threads} threads"
     place = threads if config.device == "cpu" else "on the GPU"
+    if config.parallel.world_size > 1:
+        place = f"{config.parallel.world_size} ranks with {threads} each"
     kv_dtype = "" if config.cache.dtype == model.dtype else f"{config.cache.dtype} "
     return (
         f"{model.name}: {model.dtype}, {config.kernels} kernels, {place};"

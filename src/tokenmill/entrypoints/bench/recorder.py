@@ -74,6 +74,13 @@ class EngineParts:
                 f"data_parallel_size={engine.config.data_parallel_size} cannot be looked into from"
                 f" here; measure one replica, or a server of them with `tokenmill bench serve`."
             )
+        num_ranks = engine.config.parallel.world_size
+        if num_ranks > 1:
+            raise ConfigError(
+                f"A model in {num_ranks} processes (tensor_parallel_size, pipeline_parallel_size)"
+                f" cannot be looked into from here; measure a server of it with `tokenmill bench"
+                f" serve`."
+            )
         assert isinstance(client, InProcessClient), "a core elsewhere cannot be looked into"
         executor = client.core._executor
         assert isinstance(executor, LocalExecutor), "a worker elsewhere cannot be looked into"
