@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -221,6 +222,18 @@ def test_one_that_is_done_at_once(server):
     response = post(server, background=True).json
     assert (response["status"], shown(response)) == ("completed", [("message", "Ho")])
     assert server.get(path_of(response)).json == response
+
+
+def test_what_an_engine_refuses_a_little_later_is_refused_in_the_background_too():
+    class Busy(FakeEngine):
+        async def generate(self, *arguments, **keywords):
+            await asyncio.sleep(0.01)
+            async for output in super().generate(*arguments, **keywords):
+                yield output
+
+    with LiveServer(Busy()) as server:
+        reply = post(server, background=True, input="word " * 600)
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 
 
 def test_a_response_in_the_background_is_cancelled(slow):

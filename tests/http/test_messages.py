@@ -22,6 +22,7 @@ from helpers.messages import (
 from helpers.tool_chats import BOTH, ONE, PARIS, TWO, serving
 from tokenmill.contracts.request import FinishReason
 from tokenmill.engine.serve_options import ServeOptions
+from tokenmill.entrypoints.http.messages.turns import ChatTurns
 from tokenmill.errors import CheckpointError
 
 TOOLS = [WEATHER, NOW]
@@ -105,7 +106,11 @@ def test_why_a_message_ends(server, stream):
     with LiveServer(FakeEngine(max_model_len=32)) as small:
         reply = post(small, stream=stream, max_tokens=500)
         message = message_of(events_of(reply.body)) if stream else reply.json
-    assert message["stop_reason"] == "model_context_window_exceeded"
+        assert message["stop_reason"] == "model_context_window_exceeded"
+        room = message["usage"]["output_tokens"]
+        reply = post(small, stream=stream, max_tokens=room)  # both ends are one
+        message = message_of(events_of(reply.body)) if stream else reply.json
+    assert message["stop_reason"] == "max_tokens"
 
 
 def test_a_call_that_is_cut_off_has_no_input(server):
@@ -274,6 +279,9 @@ CALL = {"type": "tool_use", "id": "c1", "name": "now", "input": {"zone": "UTC"}}
 )
 def test_turns_become_the_messages_of_a_chat(server, messages, chat):
     """The prompt is the one that a chat of these messages has."""
+    turns = ChatTurns()
+    turns.turns(messages)
+    assert turns.messages == chat
     ask(server, "Ho", stream=False, messages=messages)
     ids = server.engine.calls[-1][0].token_ids
     assert ids == server.post("/tokenize", {"messages": chat}).json["tokens"]

@@ -12,6 +12,7 @@ from helpers.responses import NOW, SHELL, WEATHER, ask, events_of, post, respons
 from helpers.tool_chats import BOTH, ONE, PARIS, serving
 from tokenmill.contracts.request import FinishReason
 from tokenmill.engine.serve_options import ServeOptions
+from tokenmill.entrypoints.http.responses.items import ChatItems, checked_items
 
 TOOLS = [WEATHER, NOW, SHELL]
 LS = '<tool_call>\n{"name": "sh", "arguments": {"input": "ls -l"}}\n</tool_call>'
@@ -147,6 +148,13 @@ def test_a_stream_that_fails_ends_with_a_response_that_has_failed():
     assert (whole.status, whole.error["message"]) == (500, "it broke.")
 
 
+def test_a_failed_response_has_all_the_text_there_was(server):
+    says = server.engine.author
+    says.text, says.reason = "Ho <tool_", FinishReason.ERROR  # maybe the beginning of a call
+    *_, last = events_of(post(server, stream=True, tools=TOOLS).body)
+    assert (last["type"], shown(last["response"])) == ("response.failed", [("message", "Ho <tool")])
+
+
 @BOTH
 def test_log_probabilities(server, stream):
     for fields in (
@@ -278,10 +286,15 @@ def chat_call(call_id, name, arguments):
     ],
 )
 def test_items_become_the_messages_of_a_chat(server, fields, chat):
-    """The prompt is the one that a chat of these messages has."""
+    """The prompt is the one that a chat of these messages has, and results have their names."""
     ask(server, "Ho", stream=False, **fields)
     ids = server.engine.calls[-1][0].token_ids
     assert ids == server.post("/tokenize", {"messages": chat}).json["tokens"]
+    items = ChatItems()
+    if isinstance(fields["input"], list):
+        items.input(checked_items(fields["input"], str))
+        names = [each.get("name") for each in items.messages]
+        assert names == [each.get("name") for each in chat]
 
 
 def function_of(tool):

@@ -50,6 +50,16 @@ class Store:
         method = getattr(self._store, name)
         return lambda *arguments: asyncio.run(self._run(method, *arguments))
 
+    @property
+    def size(self):
+        """As it is counted."""
+        return self._store._size
+
+    def run(self, statement):
+        """One statement, in the store's own thread; its first row."""
+        store = self._store
+        return store._thread.submit(lambda: store._open().execute(statement).fetchone()).result()
+
     @staticmethod
     async def _run(method, *arguments):
         return await method(*arguments)
@@ -159,9 +169,32 @@ def test_a_forgotten_text_is_not_in_the_file(tmp_path):
     path = tmp_path / "kept.db"
     with Store(path) as store:
         store.put(response("a", text="a secret " * 1_000))
+        for number in range(20):
+            store.put(response(str(number), text=f"number {number:03}"))
+        for number in range(0, 20, 2):
+            store.delete(str(number), "")
         store.delete("a", "")
-    assert b"a secret" not in path.read_bytes()
-    assert path.stat().st_size < 100_000
+    left = path.read_bytes()
+    assert b"a secret" not in left
+    assert [f"number {number:03}".encode() in left for number in range(20)] == [False, True] * 10
+    assert len(left) < 100_000
+
+
+def test_a_response_that_cannot_be_written_changes_nothing():
+    with Store() as store:
+        store.put(response("a", text="before"))
+        store.run(
+            "CREATE TRIGGER full BEFORE INSERT ON items WHEN NEW.id = 'bad'"
+            " BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
+        )
+        failing = response("a", text="behind")
+        failing.output = [{"id": "bad"}]
+        size = store.size
+        with pytest.raises(sqlite3.Error):
+            store.put(failing)
+        assert store.size == size
+        assert b"before" in store.get("a", "").body
+        assert store.history_ids("a") == ["in_a", "out_a"]
 
 
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
@@ -195,13 +228,8 @@ def test_the_size_is_never_more_than_it_may_be():
                 store.history(choose.choice(ids), "")
             if choose.random() < 0.1:
                 store.delete(choose.choice(ids), "")
-            counted, total = store._store._thread.submit(
-                lambda: (
-                    store._store._size,
-                    *store._store._open().execute("SELECT SUM(size) FROM responses").fetchone(),
-                )
-            ).result()
-            assert counted == (total or 0) <= 4_000
+            (total,) = store.run("SELECT SUM(size) FROM responses")
+            assert store.size == (total or 0) <= 4_000
             for each in ids[-10:]:
                 found = store.history_ids(each)
                 assert found is None or found[-2:] == [f"in_{each}", f"out_{each}"]
