@@ -23,6 +23,7 @@ from tokenmill.entrypoints.cli.chat import NOT_IN_A_CHAT
 from tokenmill.entrypoints.cli.flags import NOT_ON_THE_COMMAND_LINE, field_docs
 from tokenmill.observe.environment import VARIABLES
 from tokenmill.sampling_params import SamplingParams
+from tokenmill.simulate.options import SimulateOptions
 
 TARGET = Path(__file__).with_name("settings.md")
 
@@ -47,7 +48,14 @@ Fields of `SamplingParams(...)`, and flags of `tokenmill generate` and `tokenmil
 BENCH_HEAD = """
 ## Benchmarks
 
-Flags of `tokenmill bench`, beside those of the engine (`serve` has none of these: it measures a server). `--json` prints one object; with `latency` and `throughput`, `--profile` shows the stages of a step.
+Flags of `tokenmill bench`, beside those of the engine (`serve` has none of these: it measures a server). `--json` prints one object; with `latency` and `throughput`, `--profile` shows the stages of a step, and `--step-times FILE` writes what each step computed and took.
+"""
+
+SIMULATE_HEAD = """
+## Simulation
+
+Flags of `tokenmill simulate`, besides the engine's; see [simulate](simulate.md).
+
 """
 
 SERVE_HEAD = """
@@ -124,6 +132,8 @@ def render() -> str:
         + SAMPLING_HEAD.format(not_in_a_chat=", ".join(sorted(NOT_IN_A_CHAT)))
         + table(field_docs(SamplingParams), sampling, NOT_ON_THE_COMMAND_LINE)
         + benchmarks()
+        + SIMULATE_HEAD
+        + table(field_docs(SimulateOptions), dataclasses.asdict(SimulateOptions()), ())
         + SERVE_HEAD
         + table(field_docs(ServeArgs), dataclasses.asdict(ServeArgs()), ())
         + RECOVERY_HEAD

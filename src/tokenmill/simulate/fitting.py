@@ -1,8 +1,8 @@
 """A cost model from steps that an engine has made.
 
 Seconds of a step are taken for a sum of parts, each a number that the work has times a cost that is
-at least 0. The costs are those that miss least, in parts of each step's own time: so short steps
-count as much as long ones. More tokens than `KNEES` may cost more each, but never less, as they do
+at least 0. Short steps count as much as long ones: what matters is by which part of itself each is
+missed. More tokens than `KNEES` may cost more each, but never less, as they do
 where a step is bound by memory first and then by products.
 """
 
@@ -23,8 +23,10 @@ FEATURES = (
     "step", "request", "token", *(f"token above {knee}" for knee in KNEES), "row of logits",
     "key", "score",
 )  # fmt: skip
-_NUM_ROUNDS = 20_000
-_CONVERGED = 1e-12
+_NUM_REWEIGHTINGS = 4
+_NUM_ROUNDS = 5_000
+_CONVERGED = 1e-9
+"""Of the largest coordinate."""
 
 
 def features_of(work: StepWork) -> tuple[float, ...]:
@@ -77,13 +79,27 @@ def write_step_times(path: Path, steps: Sequence[StepTime]) -> None:
 
 
 def fit(steps: Sequence[StepTime]) -> FittedCost:
-    """The costs that miss the measured seconds least: least squares of relative errors."""
-    rows = [[number / step.seconds for number in features_of(step)] for step in steps]
-    return FittedCost(tuple(_non_negative_least_squares(rows)))
+    """The costs that miss the measured seconds least.
+
+    Errors count in parts of what a step is predicted to take, not of what it took: else steps that
+    took long by chance would count for little, and all predictions be too short.
+    """
+    weights = [1.0 / step.seconds for step in steps]
+    for _ in range(_NUM_REWEIGHTINGS):
+        rows = [
+            [weight * number for number in features_of(step)]
+            for weight, step in zip(weights, steps, strict=True)
+        ]
+        targets = [weight * step.seconds for weight, step in zip(weights, steps, strict=True)]
+        cost = FittedCost(tuple(_non_negative_least_squares(rows, targets)))
+        weights = [1.0 / cost.seconds(step) for step in steps]
+    return cost
 
 
-def _non_negative_least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """X >= 0 that makes every row's product with x as near to 1 as can be.
+def _non_negative_least_squares(
+    rows: Sequence[Sequence[float]], targets: Sequence[float]
+) -> list[float]:
+    """Find x >= 0 that brings every row's product with x as near to its target as can be.
 
     One coordinate after another takes its best value, until none moves.
     """
@@ -91,7 +107,9 @@ def _non_negative_least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
     scales = [max(row[i] for row in rows) or 1.0 for i in count]
     scaled = [[row[i] / scales[i] for i in count] for row in rows]
     squares = [[sum(row[i] * row[j] for row in scaled) for j in count] for i in count]
-    sums = [sum(row[i] for row in scaled) for i in count]
+    sums = [
+        sum(row[i] * target for row, target in zip(scaled, targets, strict=True)) for i in count
+    ]
     x = [0.0] * len(scales)
     for _ in range(_NUM_ROUNDS):
         largest_move = 0.0
@@ -102,7 +120,7 @@ def _non_negative_least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
             new = max(x[i] + (sums[i] - slope) / squares[i][i], 0.0)
             largest_move = max(largest_move, abs(new - x[i]))
             x[i] = new
-        if largest_move < _CONVERGED:
+        if largest_move < _CONVERGED * max(x):
             break
     return [value / scale for value, scale in zip(x, scales, strict=True)]
 

@@ -121,6 +121,12 @@ def test_half_of_noisy_steps_tell_what_the_others_take():
     assert abs(sum(errors) / len(errors)) < 0.03
 
 
+def test_steps_that_take_long_by_chance_count_as_well():
+    """One in ten takes ten times as long, as on a machine that others use: the sum is right."""
+    steps = [StepTime(1, 1, 1, 10, 10, 1.0)] * 90 + [StepTime(1, 1, 1, 10, 10, 10.0)] * 10
+    assert fit(steps).seconds(steps[0]) == pytest.approx(1.9, rel=1e-3)
+
+
 def test_no_cost_is_negative():
     """Fewer tokens take longer here, by chance: a line through them would fall."""
     steps = [StepTime(1, 1, 1, 10, 10, 2.0), StepTime(1, 5, 1, 10, 10, 1.0)] * 5
