@@ -11,20 +11,22 @@ from tokenmill.errors import ConfigError
 
 
 def parameters_of(config: EngineConfig) -> ModelParameters:
-    """Sizes of the engine's model. Raises `ConfigError` for one that cannot be simulated."""
-    model = config.model
+    """Sizes of the engine's model. Raises `ConfigError` for an engine that cannot be simulated."""
+    model, parallel = config.model, config.parallel
     is_native = model.implementation == "tokenmill"
     parameters = read_parameters(model.hf_config, caches_latents=is_native)
-    if parameters.states is not None:
-        raise ConfigError(
-            f"{model.architecture} keeps states, which `tokenmill simulate` does not know;"
-            " simulate a model with attention alone."
-        )
-    if model.pooling is not None:
-        raise ConfigError(
-            f"{model.name} pools (runner='pooling'); `tokenmill simulate` knows requests that"
-            " generate."
-        )
+    unknown = {
+        f"{model.architecture} keeps states": parameters.states is not None,
+        f"{model.name} pools (runner='pooling')": model.pooling is not None,
+        f"the model is divided among {parallel.world_size} processes": parallel.world_size > 1,
+        "KV is kept outside the pool": config.kv_transfer is not None,
+        f"data_parallel_size={config.data_parallel_size} (num_workers says how many engines)": (
+            config.data_parallel_size > 1
+        ),
+    }
+    for what, is_so in unknown.items():
+        if is_so:
+            raise ConfigError(f"{what}, which `tokenmill simulate` does not know. Leave it out.")
     return parameters
 
 

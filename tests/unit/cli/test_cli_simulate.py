@@ -126,7 +126,10 @@ def test_a_trace(tmp_path):
         (("--search", "rate"), "search=rate needs goals"),
         (("--trace", "/none"), "cannot be read"),
         (("--num-workers", "100000000"), "Raise block_size"),
-        (("--runner", "pooling"), "simulate"),
+        (("--runner", "pooling"), "pools (runner='pooling'), which `tokenmill simulate` does not"),
+        (("--data-parallel-size", "2"), "num_workers says how many"),
+        (("--tensor-parallel-size", "2"), "is divided among 2 processes"),
+        (("--kv-offload-dir", "/tmp"), "KV is kept outside"),
     ],
 )
 def test_what_cannot_be_is_said(arguments, words):
