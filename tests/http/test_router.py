@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import IncompleteRead
 
@@ -239,6 +240,33 @@ def test_a_slow_backend_does_not_stop_others():
         assert {who(router.post("/v1/x", {})) for _ in range(5)} == {"quick"}
         gate.set()
         assert who(stuck.result()) == "slow"
+
+
+def test_a_backend_waits_for_a_client_that_does_not_read():
+    piece, count = b"x" * (1 << 20), 64
+    sent = 0
+
+    async def behave(head, body, writer):
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (len(piece) * count))
+        for _ in range(count):
+            writer.write(piece)
+            await writer.drain()
+            sent += 1
+
+    with RawBackend(behave) as backend, LiveRouter(backend.url) as router:
+        connection = router.open("/v1/x", {})
+        response = connection.getresponse()
+        before = -1
+        while before != sent or not sent:
+            before = sent
+            time.sleep(0.2)
+        assert sent < count  # the rest is neither here nor in the router
+        size = 0
+        while got := response.read(1 << 20):
+            size += len(got)
+        assert (size, sent) == (len(piece) * count, count)
+        connection.close()
 
 
 def test_a_backend_that_says_nothing_is_given_up():
