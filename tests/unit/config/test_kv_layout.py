@@ -16,9 +16,10 @@ from tokenmill.config.memory import StepShape, layer_kv_bytes
 from tokenmill.config.parameters import read_parameters
 from tokenmill.config.resolve import resolve
 from tokenmill.config.windows import layer_windows
-from tokenmill.errors import MemoryBudgetError
+from tokenmill.errors import ConfigError, MemoryBudgetError
 from tokenmill.models.loader import EmptyTensorsOnMeta
 from tokenmill.models.registry import get_model_class
+from tokenmill.simulate.model import cache_of
 from tokenmill.worker.kv_groups import kv_cache_config
 
 GIB = 1 << 30
@@ -166,3 +167,20 @@ def test_the_ledger_knows_the_groups_that_the_worker_will_make(family: Family) -
     num_blocks = cache.num_usable_blocks
     assert ours.longest_sequence(num_blocks) == cache.longest_sequence(512, 64) == 512
     assert cache.num_blocks == config.ledger.kv_pool // cache.bytes_per_block
+
+
+@pytest.mark.parametrize("family", WITH_ATTENTION, ids=lambda family: family.name)
+def test_a_simulated_engine_has_the_pool_that_the_worker_will_make(family: Family) -> None:
+    hf_config = getattr(transformers, family.config_class)(**family.settings()).to_dict()
+    hf_config["architectures"] = [family.architecture]
+    config = resolved(hf_config, dtype="float32", max_num_seqs=4)
+    if read_parameters(hf_config).states is not None:
+        with pytest.raises(ConfigError, match="keeps states, which `tokenmill simulate` does not"):
+            cache_of(config)
+        return
+    made, found = kv_cache_config(config, built(hf_config)), cache_of(config)
+    assert (found.num_blocks, found.block_size) == (made.num_blocks, made.block_size)
+    kinds = [
+        [(len(group.layer_names), group.spec) for group in cache.groups] for cache in (made, found)
+    ]
+    assert kinds[0] == kinds[1]
