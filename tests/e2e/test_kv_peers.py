@@ -19,12 +19,15 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TOKENMILL_CACHE", str(tmp_path / "cache"))
 
 
-def connected(name: str, role: str, tmp_path: Path, **settings: Any) -> LLM:
+def connected(
+    name: str, role: str, tmp_path: Path, policy: str = "recompute", **settings: Any
+) -> LLM:
     secret = tmp_path / "secret"
     secret.write_text("what both engines know")
     config = {
         "kv_connector": "TCPConnector",
         "kv_role": role,
+        "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"secret_file": str(secret)},
     }
     return engine(name, kv_transfer_config=config, **settings)
@@ -76,6 +79,24 @@ def test_the_bits_are_those_of_one_engine(
         assert output.num_external_tokens > 0
         with pytest.raises(InvalidRequestError, match="gives KV"):
             ask(second, prompts()[0], 1, **PREFILL)
+
+
+@pytest.mark.parametrize("name", ["bamba", pytest.param("mamba2", marks=pytest.mark.slow)])
+def test_a_prompt_of_whole_blocks_gives_what_another_can_go_on_behind(
+    name: str, tmp_path: Path
+) -> None:
+    """States are kept behind its last block only, and the one before is what the other needs."""
+    prompt = {"prompt_token_ids": prompts()[0]["prompt_token_ids"][:96]}
+    with engine(name, enable_prefix_caching=False) as llm:
+        expected = result(ask(llm, prompt))
+    with (
+        connected(name, "kv_producer", tmp_path) as first,
+        connected(name, "kv_consumer", tmp_path, policy="fail") as second,
+    ):
+        held = ask(first, prompt, 1, **PREFILL).kv_transfer_params
+        output = ask(second, prompt, kv_transfer_params=held)
+    assert result(output) == expected
+    assert output.num_external_tokens == 64, "as far as the first chunk went"
 
 
 def test_an_engine_that_has_ended_is_done_without(tmp_path: Path) -> None:

@@ -152,6 +152,12 @@ class KVCacheManager:
             num_queried_tokens=request.num_tokens,
         )
 
+    def find_prefix(self, request: Request, num_tokens: int) -> tuple[list[KVCacheBlock], ...]:
+        """Cached blocks for the beginning of the request's first `num_tokens` tokens, as many as a
+        request with these could go on behind.
+        """
+        return self._find_longest_hit(request, num_tokens // self.block_size)
+
     def _find_longest_hit(
         self, request: Request, max_blocks: int
     ) -> tuple[list[KVCacheBlock], ...]:

@@ -248,26 +248,21 @@ class KVTransfers:
 
     def _hold(self, request: Request) -> dict[str, Any]:
         """Hold the blocks of a prompt, which are cached and nobody's; what to answer."""
-        num_full = min(request.num_prompt_tokens // self._block_size, len(request.block_hashes))
+        prefix = self._kv.find_prefix(request, request.num_prompt_tokens - 1)
         held: list[tuple[BlockPool, KVCacheBlock]] = []
         copies: list[BlockCopy] = []
-        block_ids: list[list[int]] = []
-        for group in self._groups:
-            found = {p: group.cached_block(request, p) for p in range(num_full)}
-            blocks = [block for block in found.values() if block is not None]
-            group.pool.touch(blocks)
-            held += [(group.pool, block) for block in blocks]
-            copies += [
-                BlockCopy(self._key(request, group, p), group.index, block.block_id)
-                for p, block in found.items()
-                if block is not None
-            ]
-            block_ids.append([block.block_id for block in blocks])
+        for group, blocks in zip(self._groups, prefix, strict=True):
+            for position, block in enumerate(blocks):
+                if block is not group.pool.null_block:
+                    group.pool.touch([block])
+                    held.append((group.pool, block))
+                    key = self._key(request, group, position)
+                    copies.append(BlockCopy(key, group.index, block.block_id))
         job_id = self._new_id()
         self._jobs.holds[job_id] = HeldBlocks(held)
         params = self._transfer.hold(job_id, request.request_id, copies)
-        ids: Any = block_ids[0] if len(block_ids) == 1 else block_ids
-        return {**params, "remote_block_ids": ids}
+        ids = [[block.block_id for block in blocks] for blocks in prefix]
+        return {**params, "remote_block_ids": ids if len(ids) > 1 else ids[0]}
 
     # ---- jobs -----------------------------------------------------------------------------
 
