@@ -249,14 +249,15 @@ def test_b116_a_small_file_that_would_be_gigabytes(server, kind):
     assert lives(server)
 
 
-def test_b116_items_and_bytes_of_a_request(server):
+def test_b116_items_and_bytes_of_a_request(server, monkeypatch):
     reply = ask(server, *[image_url(PNG)] * 5)
     assert (reply.status, reply.error["param"]) == (400, "messages")
     assert "limit_mm_per_prompt" in reply.error["message"]
-    with LiveServer(engine(), max_body_bytes=1 << 28) as wide:
-        reply = ask(wide, image_url("data:image/png;base64," + "A" * (45 << 20)))
-        assert reply.status == 400
-        assert "bytes" in reply.error["message"]
+    monkeypatch.setattr("tokenmill.features.multimodal.limits.MAX_PROMPT_BYTES", 2 * len(PNG))
+    assert ask(server, *[image_url(PNG)] * 2).status == 200
+    reply = ask(server, *[image_url(PNG)] * 3)
+    assert reply.status == 400
+    assert f"more than {2 * len(PNG)} bytes" in reply.error["message"]
 
 
 def disguises(port):

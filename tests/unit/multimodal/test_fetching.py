@@ -289,6 +289,7 @@ def test_b118_every_hop_is_checked(internet):
     assert {host for host, *_ in internet.hits} == {"images.example"}
     with pytest.raises(InvalidRequestError, match="redirected more than 3 times"):
         fetcher.fetch("http://images.example/loop")
+    assert [path for _, path, _ in internet.hits].count("/loop") == 4
 
 
 @pytest.mark.parametrize(
