@@ -189,6 +189,14 @@ def test_nonsense_is_answered_and_harms_nobody(giving, taking):
     assert len(fetch(taking(), origin, copies())) == 10
 
 
+def test_blocks_that_cannot_be_read_end_nothing_but_their_fetch(giving, taking):
+    giver = giving()
+    origin = origin_of(giver.hold(1, "request", [*copies(1), BlockCopy(b"x" * 36, 0, 10_000)]))
+    with pytest.raises(FetchError, match="could not be read"):
+        fetch(taking(), origin, [BlockCopy(b"x" * 36, 0, 10_000)])
+    assert len(fetch(taking(), origin, copies(1))) == 1
+
+
 def test_an_address_that_is_taken_is_refused(giving):
     with pytest.raises(ConfigError, match=r"cannot be listened at.*kv_port"):
         giving(dataclasses.replace(CONFIG, port=giving().port))

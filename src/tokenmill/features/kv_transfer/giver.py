@@ -119,17 +119,22 @@ class Giver:
             self._end_leases()
             if self._socket.poll(_POLL_MS):
                 sender, *frames = self._socket.recv_multipart()
-                try:
-                    answer = self._answer(decode_question(frames[-1] if frames else b""))
-                except msgspec.MsgspecError as error:
-                    answer = [encode(Refused(f"this is no question: {error}"))]
-                if answer:
+                if answer := self._answer(frames[-1] if frames else b""):
                     self._socket.send_multipart([sender, *answer])
         self._socket.close()
         self._context.term()
 
-    def _answer(self, question: Question) -> list[bytes]:
+    def _answer(self, frame: bytes) -> list[bytes]:
         """The frames of an answer; none to a release."""
+        try:
+            return self._answer_question(decode_question(frame))
+        except msgspec.MsgspecError as error:
+            return [encode(Refused(f"this is no question: {error}"))]
+        except Exception:  # the thread goes on: leases must end
+            logger.exception("KV transfer: blocks could not be given")
+            return [encode(Refused("the blocks could not be read"))]
+
+    def _answer_question(self, question: Question) -> list[bytes]:
         if not isinstance(question, Fetch):
             self._end(question.request_id)
             return []
