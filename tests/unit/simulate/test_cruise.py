@@ -9,9 +9,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from helpers.simulated import SimulatedEngine
+from helpers.simulated import Listed, SimulatedEngine
 from tokenmill.simulate.cruise import Cruise
 from tokenmill.simulate.options import SimulateOptions
+from tokenmill.simulate.requests import SimulatedRequest, part
 from tokenmill.simulate.work import StepWork
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -101,6 +102,25 @@ def test_most_steps_are_skipped_where_nothing_comes():
     report = engine.run()
     assert report.num_steps == 400
     assert len(plans) < 10
+
+
+@pytest.mark.parametrize("skips_steps", [True, False])
+@pytest.mark.parametrize(("policy", "starts"), [("priority", 13.0), ("fcfs", 30.0)])
+def test_one_that_fits_overtakes_one_that_does_not_if_it_is_urgent(policy, starts, skips_steps):
+    """Nineteen blocks of 4: `large` waits for the end of `running`, from which on steps are alike;
+    `urgent` comes in the middle of them.
+    """
+    running = SimulatedRequest(0, 0.0, part(100, 40), 30)
+    large = SimulatedRequest(1, 0.5, part(101, 60), 1, priority=5)
+    urgent = SimulatedRequest(2, 12.5, part(102, 4), 1, priority=0)
+    SimulatedEngine(
+        Listed(running, large, urgent),
+        num_blocks=20,
+        scheduling_policy=policy,
+        skips_steps=skips_steps,
+    ).run()
+    assert large.scheduled == 30.0
+    assert urgent.scheduled == starts
 
 
 @pytest.mark.parametrize("num_in_flight", [0, 1])
