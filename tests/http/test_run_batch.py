@@ -100,12 +100,12 @@ def test_many_run_at_once_and_wide_ones_wait_for_room():
                 most = max(most, len(self.running))
                 yield output
 
-    engine = Watched(lambda p, s: Script(p[:3], step_seconds=0.001), max_num_seqs=4)
-    lines = [line(str(i), prompt=f"Say {i}") for i in range(200)]
-    lines[50:50] = [line(f"wide {i}", prompt="One", n=300, temperature=1) for i in range(12)]
+    engine = Watched(lambda p, s: Script(p[:2], step_seconds=0.001), max_num_seqs=4)
+    lines = [line(str(i), prompt=f"Say {i}") for i in range(60)]
+    lines[20:20] = [line(f"wide {i}", prompt="One", n=300, temperature=1) for i in range(8)]
     code, found, _ = answer(lines, engine, max_n=300)
     assert code == 0
-    assert len(found) == 212
+    assert len(found) == 68
     assert 4 < most <= 8
     assert len(found["wide 7"]["body"]["choices"]) == 300
 

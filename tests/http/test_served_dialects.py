@@ -15,6 +15,8 @@ from helpers.responses import response_of
 from helpers.serve_process import ServeProcess
 from helpers.vision_models import saved
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% for part in m.content %}{% if part.type == 'image' %}<image>\n{% else %}{{ part.text }}"
