@@ -237,10 +237,10 @@ def _is_nested(config: Mapping[str, Any]) -> bool:
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the decoder's parameters at the top and a complete `vision_config`.
 
-    Others stay as they are, and so do those that have been through here. Raises `CheckpointError`
+    To be called once, with what is in the file; others stay as they are. Raises `CheckpointError`
     for a part that is no object or of a kind that is not known.
     """
-    if not _is_nested(config) or DECODER_ARCHITECTURE in config:
+    if not _is_nested(config):
         return dict(config)
     architecture = config["architectures"][0]
     text_kind, vision_kind = _DEFAULT_KINDS[architecture]
