@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.families import FAMILIES, Family
-from helpers.family_models import prompt, reference_logits, saved
+from helpers.family_models import prompt, random_model, reference_logits, saved
 from helpers.gguf import tiny_llama, write_llama_gguf
 from helpers.models import PagedRun, model_config
 from helpers.ranks import together
@@ -66,6 +66,29 @@ def test_two_ranks_compute_what_transformers_does(family: Family, kind: str) -> 
     torch.testing.assert_close(first[0], reference_logits(family.name, ids), rtol=1e-4, atol=2e-4)
     assert torch.equal(first[0], second[0]), "each rank samples for itself"
     assert torch.equal(first[0], first[1]), "a prompt in pieces has the same bits"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_biases_count_once_and_heads_are_shared(size: int, tmp_path: Path) -> None:
+    """Of four ranks, two and two have the same head of keys and values."""
+    more = {"attention_bias": True, "mlp_bias": True, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    family = Family("", "", "LlamaForCausalLM", "LlamaConfig", more | heads)
+    reference, ids = random_model(family), prompt(20, 9)
+    reference.save_pretrained(tmp_path)
+
+    def work(group: Any) -> torch.Tensor:
+        checkpoint = open_checkpoint(tmp_path)
+        config = model_config(checkpoint.config)
+        model = load_model(config, checkpoint, kernels=NativeKernels(group=group))
+        run = PagedRun(model, "float32", backend=CpuBackend(), block_size=32)
+        with torch.inference_mode():
+            return model.compute_logits(run.prefill("a", ids))
+
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0]
+    for found in together(size, work):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
