@@ -165,7 +165,7 @@ class EngineArgs:
     mm_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the model's image processor, as JSON on the command line; a request's own come
     over them (see docs/images.md)."""
-    mm_processor_cache_gb: float = 1.0
+    mm_processor_cache_gb: float = 0.25
     """GiB of processed images that are kept for prompts which bring them again; 0 keeps none."""
     max_num_encoder_input_tokens: int | None = None
     """Most embeddings that are made of images in one step; an image with more is encoded in a step

@@ -29,7 +29,7 @@ class MultiModalConfig:
     """Of one prompt; 0 takes none."""
     processor_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the model's image processor; a request's own come over them."""
-    cache_bytes: int = 1 << 30
+    cache_bytes: int = 1 << 28
     """Processed images that are kept."""
     max_image_pixels: int = 1 << 25
     local_path: str | None = None

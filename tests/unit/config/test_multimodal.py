@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tokenmill.config.engine_args import EngineArgs
-from tokenmill.config.multimodal import resolve_multimodal
+from tokenmill.config.multimodal import MultiModalConfig, resolve_multimodal
 from tokenmill.errors import ConfigError
 
 
 def test_what_holds_unless_somebody_sets_it():
     config = resolve_multimodal(EngineArgs())
     assert config.max_images == 16
+    assert config.cache_bytes == MultiModalConfig().cache_bytes == 1 << 28
     assert config.max_image_pixels == 1 << 25
     assert (config.local_path, config.domains) == (None, ())
 
