@@ -25,6 +25,7 @@ HOST_MODULES = [
     "tokenmill.tokenizer.tokenizer",
     "tokenmill.checkpoint.open",
     "tokenmill.entrypoints.cli.main",
+    "tokenmill.entrypoints.simulated",
 ]
 
 

@@ -29,6 +29,8 @@ from tokenmill.simulate.workload import Lengths, RandomWorkload, Workload
 
 BYTES_PER_BLOCK = 250
 """Of this process's memory, for a simulated block with its place in the tables."""
+_LARGEST_BUFFER = 1 << 28
+"""Bytes that are read to measure how fast: beyond all caches, whatever a model's size."""
 _SIMULATED_GPU = (9, 0)
 """Compute capability of a GPU that is not here."""
 
@@ -145,7 +147,7 @@ def _figures(config: EngineConfig, sizes: WeightSizes, options: SimulateOptions)
         from tokenmill.entrypoints.bench.limits import limits_of
 
         limits = limits_of(config.device, config.model.dtype)
-        bandwidth = bandwidth or limits.read_bandwidth(sizes.layer_bytes)
+        bandwidth = bandwidth or limits.read_bandwidth(min(sizes.layer_bytes, _LARGEST_BUFFER))
         flops = flops or limits.peak(blocks=sizes.in_blocks).flops
     return MachineFigures(
         bandwidth=bandwidth,
