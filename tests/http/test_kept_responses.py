@@ -77,6 +77,20 @@ def test_an_answer_that_was_cut_off_in_a_call_can_be_continued(server, stream):
     assert again["status"] == "completed"
 
 
+def test_nobody_can_guess_what_is_kept(server):
+    """Without keys, an id is all that is needed to look at what it names."""
+    responses = [ask(server, "Ho.", stream=False) for _ in range(2)]
+    items = [server.get(path_of(each, "/input_items")).json["data"][0] for each in responses]
+    for one, other in (
+        [each["id"] for each in responses],
+        [each["output"][0]["id"] for each in responses],
+        [each["id"] for each in items],
+    ):
+        secret = one.partition("_")[2]
+        assert len(secret) == 32
+        assert sum(a == b for a, b in zip(one, other, strict=True)) < 24
+
+
 def test_items_can_be_referred_to(server):
     first = ask(server, "Ho.", stream=False, input=[{"role": "user", "content": "a"}])
     (given,) = server.get(path_of(first, "/input_items")).json["data"]

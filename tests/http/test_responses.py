@@ -292,7 +292,7 @@ def test_items_become_the_messages_of_a_chat(server, fields, chat):
     assert ids == server.post("/tokenize", {"messages": chat}).json["tokens"]
     items = ChatItems()
     if isinstance(fields["input"], list):
-        items.input(checked_items(fields["input"], str))
+        items.input(checked_items(fields["input"]))
         names = [each.get("name") for each in items.messages]
         assert names == [each.get("name") for each in chat]
 

@@ -105,9 +105,10 @@ class ServeArgs:
     response_store: str | None = None
     """File (SQLite) that keeps what POST /v1/responses has answered; in memory unless given."""
     response_store_bytes: int = 268_435_456
-    """Most bytes of responses to keep; those used longest ago go first. 0 keeps none."""
+    """Most bytes of responses to keep; those made or continued longest ago go first. 0 keeps
+    none."""
     response_ttl: float = 86_400.0
-    """Seconds after its last use until a response is forgotten."""
+    """Seconds after a response was made, or last continued, until it is forgotten."""
     log_requests: bool = False
     """One line for each request: status, times, tokens; never a prompt or a key."""
     log_format: str = "text"

@@ -196,7 +196,7 @@ async def _resolved(
     """
     owner = record.key_name or ""
     check_num_values({"input": fields.input})  # before each of them is looked at
-    items = checked_items(fields.input, state.new_name)
+    items = checked_items(fields.input)
     for i, item in enumerate(items):
         if item["type"] == "item_reference":
             items[i] = await _referred(state, owner, item, f"input[{i}].id")

@@ -6,7 +6,8 @@ What the assistant thought, said and called between two items of others is one m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import secrets
+from collections.abc import Iterable
 from typing import Any
 
 from tokenmill.entrypoints.http.responses.tools import namespaced
@@ -22,7 +23,12 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 Item = dict[str, Any]
 
 
-def checked_items(given: str | list[Item] | None, new_id: Callable[[], str]) -> list[Item]:
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess: who knows one may ask for what it names."""
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def checked_items(given: str | list[Item] | None) -> list[Item]:
     """The input as items in the form that is kept: each has a type and an id, and messages have
     lists of parts. References are left as they are.
 
@@ -43,7 +49,7 @@ def checked_items(given: str | list[Item] | None, new_id: Callable[[], str]) -> 
         if kind == "message":
             item = _whole_message(item, f"input[{i}]")
         if item.get("id") is None and kind != "item_reference":
-            item["id"] = f"item_{new_id()}"
+            item["id"] = new_id("item")
         if not isinstance(item.get("id"), str):
             raise _invalid(f"input[{i}].id", "must be a string")
         items.append(item)

@@ -25,7 +25,7 @@ from tokenmill.entrypoints.http.prompts import chat_prompt
 from tokenmill.entrypoints.http.record import RequestRecord
 from tokenmill.entrypoints.http.replies import TokenLogprob
 from tokenmill.entrypoints.http.responses.events import ResponseEvents
-from tokenmill.entrypoints.http.responses.items import Item
+from tokenmill.entrypoints.http.responses.items import Item, new_id
 from tokenmill.entrypoints.http.responses.output import (
     OutputItems,
     empty_response,
@@ -68,10 +68,10 @@ class ResponsesJob(ChatJob):
             chat.truncate_prompt_tokens = _room_for_prompt(state, request.max_output_tokens)
         with self._renames.applied():
             super().__init__(state, record, chat)
-        self._id = f"resp_{state.new_name()}"
+        self._id = new_id("resp")
         self._wire = _ResponsesWire(self)
         self._input = given.items
-        self.items = OutputItems(state.new_name, ChatTools(request.tools or []).namespaces)
+        self.items = OutputItems(ChatTools(request.tools or []).namespaces)
         self.events = ResponseEvents(self.items)
         self.so_far = empty_response(
             request, self._params, id=self._id, created=self._created, model=self._model

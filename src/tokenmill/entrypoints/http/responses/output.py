@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenmill.entrypoints.http.blocks import Block, BlockKind
 from tokenmill.entrypoints.http.errors import error_object
 from tokenmill.entrypoints.http.replies import TokenLogprob, Usage
+from tokenmill.entrypoints.http.responses.items import new_id
 from tokenmill.entrypoints.http.responses.protocol import (
     InputTokensDetails,
     OutputTokensDetails,
@@ -30,19 +31,16 @@ CALLS = (BlockKind.CALL, BlockKind.CUSTOM_CALL)
 class OutputItems:
     """The items of one answer: each block has one, whose id is the same wherever it is told."""
 
-    def __init__(
-        self, new_name: Callable[[], str], namespaces: Mapping[str, tuple[str, str]]
-    ) -> None:
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:
         """`namespaces` are those of the tools whose names in the chat have one in front."""
         self._namespaces = namespaces
-        self._new_name = new_name
         self._ids: list[str] = []
         self._logprobs: dict[int, list[TokenLogprob]] = {}
 
     def id(self, block: Block) -> str:
         """That of a block's item."""
         while len(self._ids) <= block.index:
-            self._ids.append(f"{_PREFIXES[block.kind]}_{self._new_name()}")
+            self._ids.append(new_id(_PREFIXES[block.kind]))
         return self._ids[block.index]
 
     def add_logprobs(self, block: Block, entries: Sequence[TokenLogprob]) -> None:

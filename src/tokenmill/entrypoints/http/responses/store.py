@@ -1,8 +1,8 @@
 """Responses that are kept for later requests: in memory, or in a file of SQLite's.
 
-A response belongs to the API key that asked for it, and nobody else sees it. It is kept until
-nobody has used it, or one that continues it, for `ttl` seconds; and if all of them have more than
-`max_bytes`, those go whose last use is longest ago.
+A response belongs to the API key that asked for it, and nobody else sees it. Its last use is when
+it was made, or when it or one that continues it was continued. It is kept for `ttl` seconds from
+then on; and if all of them have more than `max_bytes`, those go whose last use is longest ago.
 
 All work is done in one thread of the store's own, whose connection nobody else uses.
 """
