@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -138,6 +139,19 @@ def test_the_router_brings_the_two_together(giver, taker, prefill, decode):
         reply = router.post("/v1/completions", salted(6))
     assert first_of(reply) == alone
     assert cached(reply) > 2 * BLOCK
+
+
+def test_many_at_once_do_not_disturb_each_other(giver, taker):
+    prompts = [f"{number} {PROMPT[number:]}" for number in range(12)]
+    fields = [salted(f"alone {n}", {**FIELDS, "prompt": p}) for n, p in enumerate(prompts)]
+    alone = [first_of(taker.post("/v1/completions", each)) for each in fields]
+    urls = [f"http://127.0.0.1:{client.port}" for client in (giver, taker)]
+    with LiveRouter(prefill=urls[:1], decode=urls[1:]) as router, ThreadPoolExecutor(6) as pool:
+        fields = [{**each, "cache_salt": f"pair {n}"} for n, each in enumerate(fields)]
+        replies = list(pool.map(lambda each: router.post("/v1/completions", each), fields))
+    assert [first_of(each) for each in replies] == alone
+    assert sum(cached(each) > 2 * BLOCK for each in replies) > 6
+    wait_until_free(giver)
 
 
 def test_blocks_that_nobody_fetches_are_let_go_and_computed_elsewhere(giver, taker):
