@@ -87,7 +87,7 @@ VISION_FAMILIES = [
         },
         special_tokens=("<image>",),
         images="a square of the tower's size (CLIP: cut from the middle; SigLIP: squeezed)",
-        decoders="Llama, Mistral, Qwen2, Qwen3",
+        decoders="Llama, Mistral, Qwen2",
         not_supported="LLaVA-NeXT, LLaVA-OneVision, video",
     ),
     VisionFamily(
