@@ -156,6 +156,22 @@ def test_the_blocks_before_a_missing_one_are_used() -> None:
     assert result.last.num_cached_tokens == 3 * BLOCK_SIZE
 
 
+def test_hits_stay_while_the_rest_is_loaded() -> None:
+    core, transfer = make(num_blocks=16)
+    run(core, ask())
+    forget(core)
+    run(core, ask(PROMPT[:9]))
+    transfer.is_stuck = True
+    core.add_request(late := ask())
+    core.step()
+    assert core.scheduler.kv.pool.num_used_blocks == 6, "two hits, and four to be filled"
+    run_until_done(core, ask(OTHERS[0], max_tokens=10))  # takes all that is free
+    transfer.is_stuck = False
+    result = run_to_end(core).requests[late.request_id]
+    assert result.last.num_cached_tokens == 6 * BLOCK_SIZE
+    assert transfer.num_loaded == 6
+
+
 def test_requests_that_begin_alike_wait_for_one_load() -> None:
     core, transfer = make(FakeTransfer(max_delay=5))
     run(core, ask(), ask(OTHERS[0]))
