@@ -364,6 +364,16 @@ def test_held_blocks_are_not_handed_out() -> None:
     run_to_end(core)
 
 
+def test_others_never_hold_the_whole_pool() -> None:
+    core, giver = make(FakeTransfer(keeps_blocks=False), num_blocks=14)
+    assert len(prefill(core)[1]["remote_block_ids"]) == 6
+    assert prefill(core, OTHERS[0])[1]["remote_block_ids"] == [], "12 of 13 blocks"
+    assert len(prefill(core, OTHERS[1][:9])[1]["remote_block_ids"]) == 2
+    for job_id in list(giver.held):
+        giver.fetched(job_id)
+    run_to_end(core)
+
+
 def test_a_prompt_of_less_than_a_block_is_told_as_well() -> None:
     core, giver = make(FakeTransfer(keeps_blocks=False))
     _, params, _ = prefill(core, PROMPT[: BLOCK_SIZE - 1])

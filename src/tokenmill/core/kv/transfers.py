@@ -43,6 +43,8 @@ _WAIT_SECONDS = 0.005
 """For a job to finish, where nothing else can be done."""
 _FLUSH_SECONDS = 10.0
 """How long the end of an engine waits for blocks that are being saved."""
+_MOST_HELD = 0.75
+"""Of a pool, for other engines: they may be gone, and requests come all the same."""
 _ENDED_WELL = (RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_STOPPED)
 
 
@@ -249,6 +251,9 @@ class KVTransfers:
     def _hold(self, request: Request) -> dict[str, Any]:
         """Hold the blocks of a prompt, which are cached and nobody's; what to answer."""
         prefix = self._kv.find_prefix(request, request.num_prompt_tokens - 1)
+        if not all(map(self._may_hold, self._groups, prefix)):
+            logger.warning("KV transfer: too many blocks wait for other engines to hold more")
+            prefix = tuple([] for _ in self._groups)
         held: list[tuple[BlockPool, KVCacheBlock]] = []
         copies: list[BlockCopy] = []
         for group, blocks in zip(self._groups, prefix, strict=True):
@@ -263,6 +268,12 @@ class KVTransfers:
         params = self._transfer.hold(job_id, request.request_id, copies)
         ids = [[block.block_id for block in blocks] for blocks in prefix]
         return {**params, "remote_block_ids": ids if len(ids) > 1 else ids[0]}
+
+    def _may_hold(self, group: FullAttentionGroup, blocks: Sequence[KVCacheBlock]) -> bool:
+        """Whether enough of the pool is left for requests if these blocks are held as well."""
+        held = chain.from_iterable(job.held for job in self._jobs.holds.values())
+        num_held = sum(pool is group.pool for pool, _ in held)
+        return num_held + len(blocks) <= _MOST_HELD * group.pool.num_usable_blocks
 
     # ---- jobs -----------------------------------------------------------------------------
 
