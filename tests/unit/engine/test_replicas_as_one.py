@@ -114,3 +114,13 @@ def test_who_is_asked_for_has_it_unless_it_is_gone():
     all_[1].supervisor.has_given_up = False
     all_[0].supervisor.is_serving = all_[2].supervisor.is_serving = False
     assert {rank() for _ in range(6)} == {0, 1, 2}  # all have the prefix by now, and all wait
+
+
+def test_what_was_in_an_empty_cache_is_forgotten():
+    all_ = replicas(True, True)
+    request = create_request(list(range(40)))
+    assert [all_.choose(request).rank for _ in range(3)] == [0, 0, 0]
+    assert asyncio.run(all_.reset_prefix_caches())
+    assert all_.choose(request).rank == 1  # who has waited longest
+    all_.forget_prefixes(all_[1])
+    assert all_.choose(request).rank == 0
