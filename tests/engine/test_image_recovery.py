@@ -66,9 +66,7 @@ def test_streams_go_on_when_the_core_dies() -> None:
             assert (stats.encoder_cache_queries, stats.encoder_cache_hits) >= (3, 1)
             assert [each.token_ids for each in found] == wanted
             too_large = {**prompts()[0], "multi_modal_data": {"image": picture(300, 300)}}
-            with pytest.raises(
-                InvalidRequestError, match="25 embeddings.*encoder_cache_size=24"
-            ):
+            with pytest.raises(InvalidRequestError, match=r"25 embeddings.*encoder_cache_size=24"):
                 await anext(llm.generate(too_large, PARAMS, request_id="x"))
         finally:
             await llm.shutdown()
