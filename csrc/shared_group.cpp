@@ -46,7 +46,6 @@ template <class Body>
 void over_values(std::int64_t count, Body&& body) {
   const int num_tasks = static_cast<int>(ceil_div<std::int64_t>(count, kTaskValues));
   parallel_for(num_tasks, [&](int task, int) {
-    FlushDenormals mode;  // alike for any number of tasks
     const std::int64_t begin = std::int64_t{task} * kTaskValues;
     body(begin, min_of<std::int64_t>(begin + kTaskValues, count));
   });

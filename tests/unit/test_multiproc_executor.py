@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from helpers.core import create_request
 from helpers.tiny import tiny_llama
@@ -31,7 +32,7 @@ from tokenmill.executor.launch import LocalRank
 from tokenmill.executor.multiproc import MultiprocExecutor
 
 ARGS = EngineArgs(model=str(tiny_llama()), device="cpu", num_kv_blocks=9, max_model_len=64)
-BUILT = messages.Built(9, 16, [(("layer",), KVCacheSpec(1, 16, "float32"))])
+BUILT = messages.Built(9, 16, [(("layer",), KVCacheSpec(1, 16, "float32"))], "1.0 on avx2")
 FromRank = Callable[["Rank"], None]
 
 
@@ -257,6 +258,21 @@ def test_what_building_a_rank_raises_is_raised() -> None:
 
     with (
         pytest.raises(ConfigError, match="attention_backend='x' is none"),
+        executor(behave, tensor_parallel_size=2),
+    ):
+        pass
+
+
+def test_ranks_of_another_version_or_instruction_set_are_refused() -> None:
+    """They would draw other tokens, each for itself."""
+
+    def behave(rank: Rank) -> None:
+        rank.receive()
+        rank.send(replace_struct(BUILT, arithmetic=f"1.{rank.number} on avx2"))
+        rank.receive()
+
+    with (
+        pytest.raises(ConfigError, match=r"Rank 1 runs 1\.1 on avx2, but rank 0 1\.0 on avx2"),
         executor(behave, tensor_parallel_size=2),
     ):
         pass

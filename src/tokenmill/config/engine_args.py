@@ -88,7 +88,7 @@ class EngineArgs:
     check_graphs: bool = False
     """Run every step recorded and directly, and compare the bits; for whoever changes a kernel."""
     num_threads: int | None = None
-    """Compute threads, of each replica."""
+    """Compute threads, of each process of each replica."""
     tensor_parallel_size: int = 1
     """Processes among which each layer is divided (see docs/parallel.md)."""
     pipeline_parallel_size: int = 1

@@ -104,13 +104,15 @@ class Built(msgspec.Struct, array_like=True, tag=4):
     num_blocks: int
     block_size: int
     groups: list[tuple[tuple[str, ...], KVCacheSpec]]
+    arithmetic: str
+    """What decides about bits: the version, and the instruction set."""
 
     @classmethod
-    def of(cls, cache: KVCacheConfig) -> Built:
+    def of(cls, cache: KVCacheConfig, arithmetic: str) -> Built:
         """With a cache of KV only."""
         assert not cache.num_state_blocks
         groups = [(each.layer_names, each.spec) for each in cache.groups]
-        return cls(cache.num_blocks, cache.block_size, groups)  # type: ignore[arg-type]
+        return cls(cache.num_blocks, cache.block_size, groups, arithmetic)  # type: ignore[arg-type]
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:

@@ -33,7 +33,7 @@ from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo
 from tokenmill.contracts.result import ModelRunnerOutput
 from tokenmill.contracts.sampled import SampledTokens
-from tokenmill.errors import EngineDeadError, TokenmillError
+from tokenmill.errors import ConfigError, EngineDeadError, TokenmillError
 from tokenmill.executor import messages
 from tokenmill.executor.launch import LocalRank, end_ranks, start_ranks
 from tokenmill.executor.remote import accept_ranks
@@ -242,10 +242,16 @@ class MultiprocExecutor:
             self._send(setup, [rank])
         while len(self._setup_answers) < self._parallel.world_size:
             self.take_messages()
-        self.kv_cache_config = self._setup_answers[0].kv_cache_config
-        assert all(
-            each.kv_cache_config == self.kv_cache_config for each in self._setup_answers.values()
-        )
+        first = self._setup_answers[0]
+        self.kv_cache_config = first.kv_cache_config
+        for rank, built in self._setup_answers.items():
+            if built.arithmetic != first.arithmetic:  # ranks would draw different tokens
+                raise ConfigError(
+                    f"Rank {rank} runs {built.arithmetic}, but rank 0 {first.arithmetic}. Install"
+                    f" the same version on all machines of nnodes={self._parallel.num_nodes}, and"
+                    f" set TOKENMILL_ISA to what all of them have."
+                )
+            assert built.kv_cache_config == self.kv_cache_config
 
     def _listen(self, rank: int, stream: socket.socket) -> None:
         self._streams[rank] = stream
@@ -276,6 +282,7 @@ class MultiprocExecutor:
     def _die(self, error: TokenmillError) -> NoReturn:
         """Nothing works any more: raise why, now and whenever somebody asks again."""
         self._death = self._death or error
+        end_ranks(self._local, grace=0.0)  # they may wait for one that will not come
         self.shutdown()
         raise self._death
 

@@ -19,11 +19,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from tokenmill import __version__
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.parallel import RankPlace
 from tokenmill.contracts.encoding import describe
 from tokenmill.executor import messages
 from tokenmill.executor.lifeline import end_with_parent
+from tokenmill.kernels.native import active_isa
 from tokenmill.parallel.join import join_group
 from tokenmill.worker.ranks import GroupRanks, StageRanks
 from tokenmill.worker.stage import StageWorker
@@ -145,7 +147,8 @@ def serve(channel: Channel, memory_fd: int, model_path: str) -> int:
     try:
         ranks = _join_ranks(setup, place, memory_fd, channel)
         worker = build(setup, channel, ranks)
-        channel.send(messages.Built.of(worker.kv_cache_config))
+        arithmetic = f"tokenmill {__version__} on {active_isa()}"
+        channel.send(messages.Built.of(worker.kv_cache_config, arithmetic))
         is_output = setup.rank == setup.config.parallel.output_rank
         RankLoop(worker, channel, ranks, is_output).run()
     except Exception as error:  # the process boundary: the executor raises it again
