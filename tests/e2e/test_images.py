@@ -304,3 +304,16 @@ def test_tokens_are_those_of_transformers(family: VisionFamily) -> None:
     logits = reference_logits(name, output.prompt_token_ids + token_ids, images)
     first = len(output.prompt_token_ids) - 1
     assert token_ids == logits[first:-1].argmax(-1).tolist()
+
+
+@over_families
+def test_a_prompt_may_end_with_an_image(name: str) -> None:
+    """Its last token looks like one that decodes, where it is computed alone."""
+    mark = family_of(name).special_tokens[0]
+    prompt = {"prompt": f"Look at{mark}", "multi_modal_data": {"image": CAT}}
+    greedy = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    found = []
+    for budget in (1, 512):
+        with engine(name, max_num_batched_tokens=budget, max_num_seqs=1) as llm:
+            found.append(results(llm.generate(prompt, greedy)))
+    assert found[0] == found[1]

@@ -61,17 +61,31 @@ class RowItems:
         self._embedder = Embedder(model.embed_input_ids, self.encoder.embeds)
         self._items: dict[int, _Items] = {}
         """By row."""
+        self._pending: set[int] = set()
+        """Rows that are not known to be behind their items."""
 
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences; once for each plan, in order."""
         self.encoder.update(plan)
         for row in plan.finished_rows:
             self._items.pop(row, None)
+            self._pending.discard(row)
             if self.position_offsets is not None:
                 self.position_offsets[row] = 0
         for request in plan.scheduled_new_reqs:
             if request.mm_features:
                 self._items[request.row] = self._enter(request)
+                self._pending.add(request.row)
+
+    def are_text(self, rows: Sequence[int], num_computed_tokens: IntArray) -> bool:
+        """Whether all that is left to compute of these rows is text, with positions of text; given
+        what is computed of every row.
+        """
+        if not self._pending:
+            return True
+        behind = [row for row in self._pending if num_computed_tokens[row] >= self._items[row].end]
+        self._pending.difference_update(behind)
+        return self._pending.isdisjoint(rows)
 
     def put(self, batch: InputBatch, tensors: BatchTensors) -> BatchTensors:
         """A step's tensors with embeddings where a token needs them, and its positions written over

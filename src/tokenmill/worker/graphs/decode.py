@@ -56,6 +56,7 @@ class NativeDecodeSteps:
             num_tokens=rows.num_tokens,
             num_computed_tokens=rows.num_computed_tokens,
         )
+        self._inputs = inputs
         self._stats = forward.stats
         self._step = module.DecodeStep(
             gather=inputs.gather,
@@ -77,7 +78,7 @@ class NativeDecodeSteps:
         return seconds
 
     def run(self, plan: SchedulerOutput) -> bool:
-        if plan.draft_token_ids or plan.structured_req_ids:
+        if plan.draft_token_ids or plan.structured_req_ids or not self._inputs.are_text(plan):
             return False
         taken: bool = self._step.run(
             plan.rows, plan.num_scheduled_tokens, plan.num_logits, plan.is_sampled

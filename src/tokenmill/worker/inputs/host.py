@@ -53,6 +53,10 @@ class HostInputs:
         """Apply a plan's differences to the rows."""
         self.rows.update(plan)
 
+    def are_text(self, plan: SchedulerOutput) -> bool:
+        """Whether `gather` is all that a step of this plan needs."""
+        return True
+
     def fill(self, batch: InputBatch, shape: BatchShape) -> BatchTensors:
         """The batch's tensors; recorded steps of the host need no padding."""
         self._gather.fill(batch.rows, batch.num_scheduled_tokens, batch.num_computed_tokens)

@@ -30,6 +30,10 @@ class MultiModalInputs(HostInputs):
         super().update(plan)
         self.items.update(plan)
 
+    def are_text(self, plan: SchedulerOutput) -> bool:
+        """Not where a token's embedding is an image's, or its position not one of text."""
+        return self.items.are_text(plan.rows, self.rows.num_computed_tokens)
+
     def fill(self, batch: InputBatch, shape: BatchShape) -> BatchTensors:
         """The batch's tensors. Raises what the model's encoder raises."""
         return self.items.put(batch, super().fill(batch, shape))
