@@ -91,6 +91,13 @@ def test_lists_and_switches(environ, tmp_path):
     assert (values["served_model_name"], values["enable_admin"]) == (["x", "y"], True)
 
 
+def test_sizes_of_several_processes_have_short_flags(environ):
+    values, sources = settings("m", "-tp", "2", "-pp", "3", "--headless")
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "headless")
+    assert [values[name] for name in names] == [2, 3, True]
+    assert {sources[name] for name in names} == {"command line"}
+
+
 def test_what_is_printed_can_be_read_back_and_holds_no_key(environ, tmp_path):
     result = run_cli("serve", "m", "--api-key", "secret", "--port", "5", "--print-config")
     assert "secret" not in result.stdout

@@ -167,6 +167,8 @@ class MultiprocExecutor:
                 message = messages.receive_from_rank(self._streams[rank])
             except EOFError:
                 self._die(EngineDeadError(f"Rank {rank} {self._how_it_ended(rank)}."))
+            except EngineDeadError as error:  # what it has sent is no message
+                self._die(error)
             self._handle(rank, message)
 
     def _handle(self, rank: int, message: messages.FromRank) -> None:
