@@ -19,8 +19,10 @@ from helpers.pictures import (
     tiny_images,
 )
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError
+from tokenmill.features.multimodal.decoding import MAX_FILE_BYTES
 from tokenmill.features.multimodal.hashing import image_digest, typed_digest
 from tokenmill.features.multimodal.images import ImagePart
+from tokenmill.features.multimodal.limits import MAX_PROMPT_BYTES
 
 
 def prepare(images, *sources, **options):
@@ -189,6 +191,13 @@ def test_b116_bytes_of_a_prompt_are_counted(monkeypatch):
     prepare(tiny_images(), data, data, data)
     with pytest.raises(InvalidRequestError, match=r"\[.*\]\[\d\]: .* 1000 bytes"):
         prepare(tiny_images(), *[data] * 5)
+
+
+def test_b116_of_a_prompt_s_last_file_no_more_is_fetched_than_is_left():
+    limits = tiny_images().limits()
+    assert limits.file_bytes == MAX_FILE_BYTES
+    limits.take_file(MAX_PROMPT_BYTES - 10)
+    assert limits.file_bytes == 10
 
 
 def test_b114_sizes_out_of_range_name_the_image():
