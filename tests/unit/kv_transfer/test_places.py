@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,13 +129,27 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
 def test_what_a_dead_engine_has_left_is_removed(tmp_path):
     store = store_in(tmp_path)
     store.write(key_of(1), block_of(1))
-    old, new = (tmp_path / f"{name}.1.1.tmp" for name in ("old", "new"))
+    old, new = (Path(f"{store._path(key_of(1))}.{name}.1.tmp") for name in ("0" * 16, "f" * 16))
     for each in (old, new):
         each.touch()
     os.utime(old, (time.time() - 7200,) * 2)
     store_in(tmp_path)
     assert not old.exists()
     assert new.exists(), "somebody may be writing it"
+
+
+def test_files_of_others_in_the_directory_are_left_alone(tmp_path):
+    others = [tmp_path / name for name in ("a.tmp", "a.kv", "00/11/22.kv", f"{'0' * 16}/00/a.tmp")]
+    for each in others:
+        each.parent.mkdir(parents=True, exist_ok=True)
+        each.write_bytes(bytes(100_000))
+        os.utime(each, (1, 1))
+    store = store_in(tmp_path, max_bytes=5 * (SIZE + 48))
+    for number in range(20):
+        store.write(key_of(number), block_of(number))
+    assert all(each.exists() for each in others)
+    assert store.has(key_of(19)), "nor do they count"
+    assert num_bytes_in(store._blocks) <= 5 * (SIZE + 48)
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):

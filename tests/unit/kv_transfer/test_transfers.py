@@ -409,6 +409,26 @@ def test_whoever_needs_nothing_says_so() -> None:
     run_to_end(first)
 
 
+def test_whoever_leaves_while_another_loads_the_same_says_so() -> None:
+    first, giver = make(FakeTransfer(keeps_blocks=False))
+    _, params, _ = prefill(first)
+    sender, others, _ = prefill(first)
+    second, taker = make(FakeTransfer(keeps_blocks=False, remote=giver.remote))
+    taker.is_stuck = True
+    loading, waiting = ask(kv_transfer_params=params), ask(kv_transfer_params=others)
+    second.add_request(loading)
+    second.add_request(waiting)
+    second.step()
+    assert len(taker.loads) == 1
+    second.abort_requests([waiting.request_id])
+    assert taker.released == [sender.request_id]
+    taker.is_stuck = False
+    run_to_end(second)
+    for job_id in list(giver.held):
+        giver.fetched(job_id)
+    run_to_end(first)
+
+
 def test_an_aborted_prompt_is_not_held() -> None:
     core, giver = make(FakeTransfer(keeps_blocks=False))
     request = ask(max_tokens=5, kv_transfer_params={"do_remote_decode": True})

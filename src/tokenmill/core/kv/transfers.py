@@ -243,8 +243,10 @@ class KVTransfers:
     def request_finished(self, request: Request) -> None:
         visit = self._visits.pop(request.request_id, None)
         params = request.data.kv_transfer_params
-        if visit is None and (origin := remote_origin(params)) is not None:
-            self._transfer.release(origin)
+        if visit is None or visit.looks_again:  # else its origin has been asked, or told
+            origin = remote_origin(params)
+            if origin is not None:
+                self._transfer.release(origin)
         if wants_remote_decode(params) and request.status in _ENDED_WELL:
             request.kv_transfer_params = self._hold(request)
 

@@ -6,18 +6,20 @@ A file is written beside its place and moved there, so that nobody sees half of 
 checked against its digest, which is keyed with the engines' secret and covers the block's key: a
 file that is damaged, or somebody else's, is no block. Several engines may share a directory, also
 with different models; each keeps the size of it all below its own limit. The file that was not
-read for the longest time goes first.
+read for the longest time goes first. Whatever else is in the directory is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import hmac
 import itertools
 import logging
 import os
+import re
 import secrets
 import struct
 import threading
@@ -36,6 +38,9 @@ _MAGIC = b"TMILLKV1"
 _HEADER = struct.Struct("<8sQ32s")
 _SUFFIX, _UNFINISHED = ".kv", ".tmp"
 _LOCK = "lock"
+_FOLDERS = os.path.join("[0-9a-f]" * 16, "[0-9a-f]" * 2)
+_OURS = re.compile(r"[0-9a-f]+\.kv(\.[0-9a-f]{16}\.\d+\.tmp)?")
+"""Names in these folders. No other file is touched: a directory may have been there before us."""
 _ROOM_LEFT = 1 / 16
 """Of the limit: so much is freed at once, and after so many bytes of its own an engine looks at
 what others have written."""
@@ -170,18 +175,18 @@ class DiskStore:
 
     def _files(self) -> Iterator[_File]:
         abandoned = time.time() - _ABANDONED_SECONDS
-        for directory, _, names in os.walk(self._directory):
-            for name in names:
-                path = os.path.join(directory, name)
-                try:
-                    state = os.stat(path)
-                except OSError:
-                    continue  # another engine has removed it
-                if name.endswith(_UNFINISHED):
-                    if state.st_mtime < abandoned:
-                        _remove(path)
-                elif name.endswith(_SUFFIX):
-                    yield _File(path, state.st_size, state.st_mtime)
+        for found in glob.iglob(os.path.join(_FOLDERS, "*"), root_dir=self._directory):
+            path = os.path.join(self._directory, found)
+            if not _OURS.fullmatch(os.path.basename(path)):
+                continue
+            try:
+                state = os.stat(path)
+            except OSError:
+                continue  # another engine has removed it
+            if path.endswith(_SUFFIX):
+                yield _File(path, state.st_size, state.st_mtime)
+            elif state.st_mtime < abandoned:
+                _remove(path)
 
 
 def _write_all(descriptor: int, data: bytes | memoryview) -> None:
