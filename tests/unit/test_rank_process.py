@@ -36,8 +36,8 @@ import os, subprocess, sys, time
 child = subprocess.Popen(
     [sys.executable, "-c", '''
 import os, sys, time
-from tokenmill.executor.lifeline import end_with_parent
-end_with_parent(int(sys.argv[1]), dies_with_thread=False)
+from tokenmill.executor.lifeline import start_lifeline
+start_lifeline(int(sys.argv[1]), dies_with_thread=False)
 print("alive", flush=True)
 time.sleep(600)
 ''', str(os.getpid())],

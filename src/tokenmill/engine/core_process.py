@@ -27,9 +27,9 @@ from tokenmill.contracts.request import (
 )
 from tokenmill.engine import wire
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.lifeline import start_lifeline
 from tokenmill.engine.status_page import StatusPage
 from tokenmill.errors import InvalidRequestError
+from tokenmill.executor.lifeline import start_lifeline
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ def main(address: str, page_fd: int, parent_pid: int) -> None:
     faulthandler.enable()
     os.set_inheritable(page_fd, False)
     page = StatusPage(page_fd)
-    start_lifeline(page, parent_pid)
+    start_lifeline(parent_pid, beat=page.beat_core)
     context = zmq.Context(io_threads=1)
     socket = context.socket(zmq.DEALER)
     socket.set_hwm(0)

@@ -1,4 +1,9 @@
-"""No rank outlives the process that started it."""
+"""No process of ours outlives the one that started it.
+
+Three ways to notice that the parent has died, each for what the others miss: the kernel kills the
+child (Linux; at once, even inside a kernel call that never returns), its standard input ends
+(everywhere), and its parent changes (if somebody else holds the other end of the pipe).
+"""
 
 from __future__ import annotations
 
@@ -8,29 +13,34 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
-_LOOK_INTERVAL = 0.25
-"""Seconds between two looks at who the parent is."""
+BEAT_INTERVAL = 0.25
+"""Seconds between two looks at the parent, and between two signs of life."""
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent_pid: int, *, dies_with_thread: bool) -> None:
-    """End this process when its standard input ends, or its parent is another one.
+def start_lifeline(
+    parent_pid: int, *, dies_with_thread: bool = True, beat: Callable[[], object] = lambda: None
+) -> None:
+    """Tie this process to its parent, and call `beat` again and again, from now on.
 
-    On Linux, where the thread that started it lives as long as the parent (`dies_with_thread`), the
-    system ends it at once, even in a call that never returns.
+    The kernel's way counts the thread that started this process for its parent:
+    `dies_with_thread` says that it lives as long.
     """
     if dies_with_thread and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(
-        target=_watch, args=(parent_pid,), name="tokenmill-lifeline", daemon=True
-    ).start()
+    thread = threading.Thread(
+        target=_watch, args=(parent_pid, beat), name="tokenmill-lifeline", daemon=True
+    )
+    thread.start()
 
 
-def _watch(parent_pid: int) -> None:
+def _watch(parent_pid: int, beat: Callable[[], object]) -> None:
     stdin = sys.stdin.fileno()
-    while os.getppid() == parent_pid:  # else it died before the system was told to end us
-        readable, _, _ = select.select([stdin], [], [], _LOOK_INTERVAL)
+    while os.getppid() == parent_pid:  # else it died before the kernel was told to kill us
+        beat()
+        readable, _, _ = select.select([stdin], [], [], BEAT_INTERVAL)
         if readable and not os.read(stdin, 1):
             break
     os._exit(1)

@@ -24,7 +24,7 @@ from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.parallel import RankPlace
 from tokenmill.contracts.encoding import describe
 from tokenmill.executor import messages
-from tokenmill.executor.lifeline import end_with_parent
+from tokenmill.executor.lifeline import start_lifeline
 from tokenmill.kernels.native import active_isa
 from tokenmill.parallel.join import join_group
 from tokenmill.worker.ranks import GroupRanks, StageRanks
@@ -235,7 +235,7 @@ def main(
     faulthandler.enable()
     if memory_fd >= 0:
         os.set_inheritable(memory_fd, False)
-    end_with_parent(parent_pid, dies_with_thread=dies_with_thread)
+    start_lifeline(parent_pid, dies_with_thread=dies_with_thread)
     try:
         status = serve(Channel(_connect(address, rank)), memory_fd, model_path)
     except (EOFError, ConnectionError):  # the executor has gone
