@@ -9,8 +9,10 @@ import time
 
 from helpers.live_server import Client
 from tokenmill.config.route_args import RouteArgs
+from tokenmill.entrypoints.http.lifetime import make_uvicorn
 from tokenmill.entrypoints.http.listener import bind
-from tokenmill.entrypoints.router.server import first_look, make_uvicorn, watch_all
+from tokenmill.entrypoints.router.app import create_app
+from tokenmill.entrypoints.router.server import first_look, watch_all
 from tokenmill.entrypoints.router.state import make_router
 
 QUICK = {"health_interval": 0.05, "health_timeout": 5.0, "connect_timeout": 5.0}
@@ -56,7 +58,7 @@ class LiveRouter(Client):
             self.state = make_router(self.args)
             await first_look(self.state)
             self.port = listener.socket.getsockname()[1]
-            server = make_uvicorn(self.state)
+            server = make_uvicorn(create_app(self.state), self.state.args, date_header=False)
             serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
             while not (server.started or serving.done()):
                 await asyncio.sleep(0.001)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from helpers.fake_engine import FakeEngine
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.engine.serve_options import ServeOptions
+from tokenmill.entrypoints.http.app import create_app
+from tokenmill.entrypoints.http.lifetime import make_uvicorn
 from tokenmill.entrypoints.http.listener import bind
-from tokenmill.entrypoints.http.server import make_uvicorn
 from tokenmill.entrypoints.http.state import make_state
 
 
@@ -146,7 +147,7 @@ class LiveServer(Client):
                 self.engine, self.args, self.options, chat_template=self.chat_template
             )
             self.port = listener.socket.getsockname()[1]
-            server = make_uvicorn(self.state)
+            server = make_uvicorn(create_app(self.state), self.state.args)
             serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
             while not (server.started or serving.done()):
                 await asyncio.sleep(0.001)

@@ -1,16 +1,43 @@
-"""Signals, and how servers end on them."""
+"""What servers have in common: signals, how they end on them, the library that listens."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
-from collections.abc import Awaitable, Iterator
-from typing import TypeVar
+from collections.abc import Awaitable, Collection, Iterator
+from typing import Protocol, TypeVar
 
 import uvicorn
+from starlette.types import ASGIApp
+
+from tokenmill.entrypoints.http.connection import connection_class
+
+logger = logging.getLogger(__name__)
+
+_KEEP_CONNECTIONS = 75
+"""Seconds that an idle connection is kept; longer than the usual clients keep theirs."""
+_GRACE = 5.0
+"""Seconds that ended requests get to tell their clients."""
 
 T = TypeVar("T")
+
+
+class HttpSettings(Protocol):
+    """What the library is told."""
+
+    @property
+    def max_header_bytes(self) -> int: ...
+
+    @property
+    def root_path(self) -> str: ...
+
+    @property
+    def ssl_certfile(self) -> str | None: ...
+
+    @property
+    def ssl_keyfile(self) -> str | None: ...
 
 
 class QuietServer(uvicorn.Server):
@@ -19,6 +46,29 @@ class QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def make_uvicorn(
+    app: ASGIApp, settings: HttpSettings, *, date_header: bool = True
+) -> uvicorn.Server:
+    """Uvicorn around an application, without signal handlers of its own."""
+    config = uvicorn.Config(
+        app,
+        http=connection_class(settings.max_header_bytes),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=date_header,
+        proxy_headers=False,
+        root_path=settings.root_path,
+        timeout_keep_alive=_KEEP_CONNECTIONS,
+        timeout_graceful_shutdown=1,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
+    return QuietServer(config)
 
 
 async def first_of(*waits: Awaitable[object]) -> None:
@@ -62,3 +112,33 @@ class Signals:
 
     def _note(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
+
+
+async def drain(active: Collection[asyncio.Task[None]], timeout: float, signals: Signals) -> None:
+    """Wait for the requests that run, until they are done, a second signal, or so many seconds."""
+    logger.info(
+        "stopping: %d requests may finish within %g s; another signal ends them now",
+        len(active),
+        timeout,
+    )
+    finished = asyncio.create_task(_idle(active))
+    try:
+        async with asyncio.timeout(timeout):
+            await first_of(finished, signals.second.wait())
+    except TimeoutError:
+        logger.warning("%d requests did not finish in time and are ended", len(active))
+    finally:
+        finished.cancel()
+
+
+async def let_end(active: Collection[asyncio.Task[None]]) -> None:
+    """Give requests that were just ended a moment to tell their clients."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_GRACE):
+            await _idle(active)
+    await asyncio.sleep(0)  # responses are written
+
+
+async def _idle(active: Collection[asyncio.Task[None]]) -> None:
+    while active:
+        await asyncio.wait(list(active))

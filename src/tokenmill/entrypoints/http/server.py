@@ -11,21 +11,17 @@ end             exit code 0 after a signal, `EXIT_ENGINE_DEAD` after the engine'
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable
 
-import uvicorn
-
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.entrypoints.http.adapters import load_first_adapters, parse_adapters
 from tokenmill.entrypoints.http.app import create_app
-from tokenmill.entrypoints.http.connection import connection_class
 from tokenmill.entrypoints.http.engine import Engine
-from tokenmill.entrypoints.http.lifetime import QuietServer, Signals, first_of
+from tokenmill.entrypoints.http.lifetime import Signals, drain, first_of, let_end, make_uvicorn
 from tokenmill.entrypoints.http.listener import Listener, bind
 from tokenmill.entrypoints.http.load_lines import write_load_lines
 from tokenmill.entrypoints.http.state import ServerState, make_state
@@ -36,10 +32,6 @@ logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 3
 """The engine died too often to be started again."""
-_KEEP_CONNECTIONS = 75
-"""Seconds that an idle connection is kept; longer than the usual clients keep theirs."""
-_GRACE = 5.0
-"""Seconds that ended requests get to tell their clients."""
 _GC_THRESHOLD = 50_000
 """Objects between two collections of the youngest generation; a token makes a few."""
 
@@ -85,7 +77,7 @@ async def _serve(
     state: ServerState, listener: Listener, signals: Signals, announce: Callable[[], None]
 ) -> int:
     listener.listen()
-    server = make_uvicorn(state)
+    server = make_uvicorn(create_app(state), state.args)
     died = asyncio.Event()
     state.engine.on_death(died.set)
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
@@ -103,65 +95,13 @@ async def _serve(
             state.dead = True
             logger.error("the engine is dead; its requests fail, and the server ends")
         else:
-            await drain(state, signals)
-        await _end_requests(state)
+            state.draining = True
+            await drain(state.active, state.args.drain_timeout, signals)
+        state.stop_active()
+        await let_end(state.active)
     finally:
         loads.cancel()
         server.should_exit = server.force_exit = True
         await asyncio.gather(serving, loads, return_exceptions=True)
         await state.responses.close()
     return EXIT_ENGINE_DEAD if died.is_set() else 0
-
-
-def make_uvicorn(state: ServerState) -> uvicorn.Server:
-    """Uvicorn around the state's application, without signal handlers of its own."""
-    args = state.args
-    config = uvicorn.Config(
-        create_app(state),
-        http=connection_class(args.max_header_bytes),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        root_path=args.root_path,
-        timeout_keep_alive=_KEEP_CONNECTIONS,
-        timeout_graceful_shutdown=1,
-        ssl_certfile=args.ssl_certfile,
-        ssl_keyfile=args.ssl_keyfile,
-    )
-    return QuietServer(config)
-
-
-async def drain(state: ServerState, signals: Signals) -> None:
-    """Take no more requests and wait for those that run."""
-    state.draining = True
-    timeout = state.args.drain_timeout
-    logger.info(
-        "stopping: %d requests may finish within %g s; another signal ends them now",
-        len(state.active),
-        timeout,
-    )
-    finished = asyncio.create_task(_idle(state))
-    try:
-        async with asyncio.timeout(timeout):
-            await first_of(finished, signals.second.wait())
-    except TimeoutError:
-        logger.warning("%d requests did not finish in time and are ended", len(state.active))
-    finally:
-        finished.cancel()
-
-
-async def _idle(state: ServerState) -> None:
-    while state.active:
-        await asyncio.wait(list(state.active))
-
-
-async def _end_requests(state: ServerState) -> None:
-    """What still runs ends with an error; its clients get a moment to read it."""
-    state.stop_active()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_GRACE):
-            await _idle(state)
-    await asyncio.sleep(0)  # responses are written
