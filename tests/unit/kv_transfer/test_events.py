@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import msgspec
@@ -205,6 +206,30 @@ def test_what_waits_is_sent_before_the_end(publisher):
         while listener.poll(500):
             last = listener.recv_multipart()
         assert msgspec.msgpack.decode(last[2], type=EventBatch).ts == 1049.0
+
+
+def test_what_is_dropped_leaves_a_gap_in_its_place():
+    taken, may_go_on = threading.Event(), threading.Event()
+    sent = []
+
+    class Slow(EventPublisher):
+        def _send(self, number, batch):
+            sent.append((number, batch.ts))
+            taken.set()
+            assert may_go_on.wait(20)
+
+    config = KVEventsConfig(endpoint="tcp://127.0.0.1:*", max_queue_size=2)
+    publisher = Slow(config)
+    try:
+        publisher.publish(batch(0))
+        assert taken.wait(20)
+        for number in range(1, 5):  # two of them find no room
+            publisher.publish(batch(number))
+    finally:
+        may_go_on.set()
+        publisher.shutdown()
+    assert sent == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert next(publisher._numbers) == 5, "the next one shows that two are missing"
 
 
 def test_an_address_that_is_taken_is_refused(publisher):

@@ -8,6 +8,7 @@ ROUTER  who missed some sends: empty | first number          gets: empty | numbe
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -33,9 +34,9 @@ class EventPublisher:
     def __init__(self, config: KVEventsConfig) -> None:
         """Raises `ConfigError` if an address cannot be listened at."""
         self._topic = config.topic.encode()
-        self._queue: queue.Queue[EventBatch] = queue.Queue(config.max_queue_size)
+        self._queue: queue.Queue[tuple[int, EventBatch]] = queue.Queue(config.max_queue_size)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
-        self._num_sent = 0
+        self._numbers = itertools.count()
         self._is_closing = False
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context(io_threads=1)
@@ -56,11 +57,12 @@ class EventPublisher:
         return publish, replay
 
     def publish(self, batch: EventBatch) -> None:
-        """Hand a batch over; it is dropped if too many wait."""
+        """Hand a batch over; it is dropped if too many wait, and its number with it, so that
+        listeners see the gap where it is.
+        """
         try:
-            self._queue.put_nowait(batch)
+            self._queue.put_nowait((next(self._numbers), batch))
         except queue.Full:
-            self._num_sent += 1  # listeners see the gap
             logger.warning("KV events are dropped: %d batches wait", self._queue.maxsize)
 
     def shutdown(self) -> None:
@@ -87,12 +89,11 @@ class EventPublisher:
             if self._replay is not None and self._replay.poll(0):
                 self._answer(self._replay)
             with contextlib.suppress(queue.Empty):
-                self._send(self._queue.get(timeout=_POLL_SECONDS))
+                self._send(*self._queue.get(timeout=_POLL_SECONDS))
         self._context.destroy(linger=_LINGER_MS)
 
-    def _send(self, batch: EventBatch) -> None:
+    def _send(self, number: int, batch: EventBatch) -> None:
         payload = self._encoder.encode(batch)
-        number, self._num_sent = self._num_sent, self._num_sent + 1
         self._sent.append((number, payload))
         self._socket.send_multipart([self._topic, number.to_bytes(8, "big"), payload])
 
