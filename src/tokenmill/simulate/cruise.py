@@ -95,8 +95,9 @@ def num_equal_steps(scheduler: Scheduler, num_groups: int, num_in_flight: int, m
         if (
             request.num_output_placeholders != num_in_flight
             or request.num_computed_tokens != num_expected - 1
+            or request.num_settled_tokens != request.num_computed_tokens - num_in_flight
         ):
-            return 0
+            return 0  # not all that is in flight, and comes, is a token for each
         fewest = min(fewest, request.max_num_tokens - num_expected)
     return _with_blocks(scheduler, requests, num_groups, fewest - 1)
 

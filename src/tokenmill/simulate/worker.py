@@ -183,7 +183,7 @@ class SimulatedWorker:
 
     def _finds_no_room(self, plan: SchedulerOutput, num_running: int) -> bool:
         """Whether the plan has tried to start the request that waits first, beside `num_running`,
-        and blocks were too few.
+        and blocks were too few, and there is no prompt under way whose blocks it could share soon.
         """
         scheduler = self.scheduler
         config = scheduler.config
@@ -192,6 +192,10 @@ class SimulatedWorker:
             and len(scheduler.running) == num_running < config.max_num_seqs
             and plan.total_num_scheduled_tokens < config.max_num_batched_tokens
             and not scheduler.waiting.peek().num_steps_in_flight
+            and all(
+                each.total_num_scheduled_tokens == len(each.req_ids)
+                for each in (plan, *(flight.plan for flight in self._in_flight))
+            )
         )
 
     def _result_of(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -239,6 +243,8 @@ class SimulatedWorker:
         scheduler, num_in_flight = self.scheduler, len(self._in_flight)
         if num_in_flight != self._depth - 1 or (scheduler.waiting and not self._is_held_back()):
             return False
+        if len(self.live) != len(scheduler.requests):
+            return False  # the next result tells of requests that a deadline has ended
         num_steps = num_equal_steps(scheduler, self._num_groups, num_in_flight, self._look_ahead)
         if num_steps < 1:
             return False

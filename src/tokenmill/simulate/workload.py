@@ -48,38 +48,38 @@ class RandomWorkload:
         self._options = options
         self._max_model_len = max_model_len
         self._lengths = lengths
-        # Times and contents apart: at another rate, the same requests come.
         self._times = random.Random(f"times {options.seed}")
-        self._contents = random.Random(f"contents {options.seed}")
-        self._num_made = 0
         weights = options.priority_weights()
         self._priorities, self._weights = list(weights), list(weights.values())
 
     def arrivals(self) -> Iterator[SimulatedRequest]:
         options, now = self._options, 0.0
-        num_first = 0
-        while num_first < options.num_requests:
-            turns = min(options.turns, options.num_requests - num_first)
-            num_first += turns
-            prefix = part(
-                PREFIX_MARK + self._contents.randrange(options.num_prefixes), options.prefix_len
-            )
-            yield self._make(now, prefix, turns - 1)
+        for number in range(0, options.num_requests, options.turns):
+            draw = self._draws_of(number)
+            mark = PREFIX_MARK + draw.randrange(options.num_prefixes)
+            turns = min(options.turns, options.num_requests - number)
+            yield self._make(number, draw, now, part(mark, options.prefix_len), turns - 1)
             now += self._gap()
 
     def following(self, request: SimulatedRequest, now: float) -> SimulatedRequest | None:
         if not request.turns_left:
             return None
+        number, draw = request.number + 1, self._draws_of(request.number + 1)
         history = request.prompt + [SAMPLED] * request.num_output
-        pause = self._contents.expovariate(1.0) * self._options.think_seconds
-        following = self._make(now + pause, history, request.turns_left - 1)
+        arrival = now + draw.expovariate(1.0) * self._options.think_seconds
+        following = self._make(number, draw, arrival, history, request.turns_left - 1)
         following.priority = request.priority
         fits = len(following.prompt) + following.output_len <= self._max_model_len
         return following if fits else None
 
-    def _make(self, arrival: float, before: list[int], turns_left: int) -> SimulatedRequest:
-        options, draw = self._options, self._contents
-        number, self._num_made = self._num_made, self._num_made + 1
+    def _draws_of(self, number: int) -> random.Random:
+        """What is drawn for one request: whenever it comes, it is the same."""
+        return random.Random(f"request {self._options.seed} {number}")
+
+    def _make(
+        self, number: int, draw: random.Random, arrival: float, before: list[int], turns_left: int
+    ) -> SimulatedRequest:
+        options = self._options
         if self._lengths is None:
             input_len = _draw_length(draw, options.input_len, options.length_cv)
             output_len = _draw_length(draw, options.output_len, options.length_cv)

@@ -69,6 +69,23 @@ def test_other_rates_bring_the_same_requests():
     assert slow[-1].arrival > fast[-1].arrival
 
 
+def test_a_turn_is_the_same_whenever_it_comes():
+    options = SimulateOptions(num_requests=4, turns=2, input_len=9, output_len=5, length_cv=1.0)
+
+    def second(when, *others):
+        workload = RandomWorkload(options, 4096)
+        first, third = workload.arrivals()
+        first.num_output = third.num_output = 2
+        for _ in others:
+            workload.following(third, 1.0)
+        following = workload.following(first, when)
+        return following.number, following.prompt, following.output_len, following.arrival - when
+
+    number, prompt, output_len, pause = second(10.0)
+    assert number == 1
+    assert second(20.0, "another before it") == (number, prompt, output_len, pytest.approx(pause))
+
+
 def test_turns_follow_answers():
     workload = RandomWorkload(
         SimulateOptions(num_requests=3, turns=3, input_len=4, output_len=2, deadline=9.0), 100
