@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from tokenmill.engine import wire
 from tokenmill.engine.placement import ANYWHERE, Placement
 from tokenmill.engine.status_page import StatusPage
 from tokenmill.errors import EngineDeadError
+from tokenmill.executor.lifeline import how_it_ended
 
 DEFAULT_FACTORY = "tokenmill.engine.build:build_core"
 _MAX_SOCKET_PATH = 100
@@ -209,15 +209,7 @@ class ProcessClient:
 
     def how_it_ended(self) -> str:
         """`was killed by SIGKILL`, `exited with status 1`, or `does not answer`."""
-        status = self._process.poll()
-        if status is None:
-            return "does not answer"
-        if status >= 0:
-            return f"exited with status {status}"
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:  # a real-time signal
-            return f"was killed by signal {-status}"
+        return how_it_ended(self._process) or "does not answer"
 
     def kill(self) -> None:
         """End the process, whatever it does; returns before it has ended."""

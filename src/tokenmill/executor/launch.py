@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokenmill.config.parallel import ParallelConfig
+from tokenmill.executor.lifeline import how_it_ended
 from tokenmill.kernels import native
 from tokenmill.kernels.rank_memory import create_memory
 
@@ -29,15 +29,7 @@ class LocalRank:
 
     def how_it_ended(self) -> str:
         """`was killed by SIGKILL`, `exited with status 1`, or `runs`."""
-        status = self.process.poll()
-        if status is None:
-            return "runs"
-        if status >= 0:
-            return f"exited with status {status}"
-        try:
-            return f"was killed by {signal.Signals(-status).name}"
-        except ValueError:  # a real-time signal
-            return f"was killed by signal {-status}"
+        return how_it_ended(self.process) or "runs"
 
 
 def start_ranks(

@@ -11,6 +11,7 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -44,3 +45,14 @@ def _watch(parent_pid: int, beat: Callable[[], object]) -> None:
         if readable and not os.read(stdin, 1):
             break
     os._exit(1)
+
+
+def how_it_ended(process: subprocess.Popen[bytes]) -> str | None:
+    """`was killed by SIGKILL`, `exited with status 1`; None for a process that runs."""
+    status = process.poll()
+    if status is None or status >= 0:
+        return None if status is None else f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
