@@ -15,9 +15,9 @@ from tokenmill.contracts.request import FinishReason
 from tokenmill.entrypoints.bench.http_stream import Answer, HttpFailureError, events
 from tokenmill.entrypoints.bench.load import Outcome, measure_load, report_of
 from tokenmill.entrypoints.bench.load_options import LoadOptions
-from tokenmill.observe.spread import spread
 from tokenmill.entrypoints.bench.load_prompts import load_prompts
 from tokenmill.errors import ConfigError, GenerationError
+from tokenmill.observe.spread import spread
 
 STEP = 0.02
 

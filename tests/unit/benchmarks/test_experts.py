@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenmill.simulate.cost import EXPERTS
 from tokenmill.models.loader import tensor_shapes
+from tokenmill.simulate.cost import EXPERTS
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "experts.py"))
 
