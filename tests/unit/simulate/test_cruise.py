@@ -78,11 +78,6 @@ def test_reports_are_the_same(data):
 @pytest.mark.parametrize(
     ("options", "engine"),
     [
-        (  # told of with the next result: a request that a deadline has ended
-            {"request_rate": 20.0, "burstiness": 3.0, "input_len": 13, "output_len": 42,
-             "prefix_len": 16, "turns": 3, "think_seconds": 1.0, "deadline": 2.0, "seed": 268},
-            {"max_num_seqs": 1, "max_num_batched_tokens": 8, "num_blocks": 1000},
-        ),
         (  # a prompt in flight: its blocks are cached when it settles
             {"request_rate": 0.2, "burstiness": 3.0, "input_len": 17, "output_len": 52,
              "deadline": 2.0, "seed": 865},
@@ -151,6 +146,29 @@ def test_one_that_fits_overtakes_one_that_does_not_if_it_is_urgent(policy, start
     ).run()
     assert large.scheduled == 30.0
     assert urgent.scheduled == starts
+
+
+class Noting(Listed):
+    """Notes when requests have ended."""
+
+    def __init__(self, *requests):
+        super().__init__(*requests)
+        self.ends = {}
+
+    def following(self, request, now):
+        self.ends[request.number] = now
+
+
+@pytest.mark.parametrize("skips_steps", [True, False])
+def test_what_a_deadline_has_ended_is_told_with_the_next_result(skips_steps):
+    """`late` is found overdue when `first` makes room for `long`, whose steps are alike."""
+    first = SimulatedRequest(0, 0.0, part(100, 1), 3)
+    late = SimulatedRequest(1, 0.1, part(101, 1), 1, deadline=2.5)
+    long = SimulatedRequest(2, 0.2, part(102, 1), 60)
+    workload = Noting(first, late, long)
+    settings = {"max_num_seqs": 1, "async_scheduling": True}
+    SimulatedEngine(workload, skips_steps=skips_steps, **settings).run()
+    assert workload.ends == {0: 3.0, 1: 4.0, 2: 63.0}
 
 
 @pytest.mark.parametrize("num_in_flight", [0, 1])
