@@ -27,8 +27,8 @@ from tokenmill.simulate.trace import TraceLine, TraceWorkload, read_trace
 from tokenmill.simulate.worker import SimulatedWorker
 from tokenmill.simulate.workload import Lengths, RandomWorkload, Workload
 
-BYTES_PER_BLOCK = 250
-"""Of this process's memory, for a simulated block with its place in the tables."""
+BYTES_PER_BLOCK = 500
+"""Of this process's memory, at most, for a simulated block: 150, and more once it is cached."""
 _LARGEST_BUFFER = 1 << 28
 """Bytes that are read to measure how fast: beyond all caches, whatever a model's size."""
 _SIMULATED_GPU = (9, 0)
