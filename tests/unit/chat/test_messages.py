@@ -8,6 +8,7 @@ from collections import UserDict
 import pytest
 
 from helpers.chat_templates import CHATML, LLAMA_LIKE, MISTRAL_LIKE
+from helpers.timing import in_time
 from tokenmill.entrypoints.chat.call_forms import CallForms, call_forms
 from tokenmill.entrypoints.chat.messages import normalise_messages, plain
 from tokenmill.entrypoints.chat.templates import ChatTemplate
@@ -295,3 +296,18 @@ def test_contents_that_are_parts_are_joined_as_parts():
     {% endfor %}"""
     first = shape(template, SYSTEM[:3])[0]
     assert first == ("system", [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])
+
+
+def test_thousands_of_texts_are_joined_at_once():
+    parts = [{"type": "text", "text": "x" * 500}] * 20_000
+    systems = [{"role": "system", "content": "x" * 500}] * 10_000
+    messages = [{"role": "user", "content": parts}]
+
+    def joined():
+        (user,) = normalise_messages(messages, TEMPLATE)
+        first, _ = normalise_messages([*systems, *messages], ChatTemplate(FIRST_ONLY))
+        return user["content"], first["content"]
+
+    content, system = in_time(joined, 10.0)
+    assert content == "\n".join(["x" * 500] * 20_000)
+    assert system == "\n\n".join(["x" * 500] * 10_000)

@@ -47,14 +47,16 @@ class Contents:
         if self._takes_parts and (has_images or not self._takes_text):
             return [_part_of(part) for part in parts or [""]]
         assert self._marks is not None or not has_images
-        text, after_text = "", False
+        texts: list[str] = []  # joined at once: one by one, thousands would take minutes
+        after_text = False
         for part in parts:
             if part is None:
                 assert self._marks is not None
-                text, after_text = text + self._marks.image, False
+                texts.append(self._marks.image)
             else:
-                text, after_text = f"{text}\n{part}" if after_text else text + part, True
-        return text
+                texts += ("\n", part) if after_text else (part,)
+            after_text = part is not None
+        return "".join(texts)
 
     def _parts(self, content: Any, where: str) -> list[str | None]:
         """Texts, and None for each image."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 from tokenmill.entrypoints.chat.content_forms import content_forms
@@ -71,23 +72,23 @@ def placed_system_messages(
 def _joined(messages: list[dict[str, Any]], role: str = "system") -> list[dict[str, Any]]:
     """Neighbours of this role as one message."""
     joined: list[dict[str, Any]] = []
-    for message in messages:
-        if joined and message["role"] == joined[-1]["role"] == role:
-            content = _both(joined[-1]["content"], message["content"])
-            joined[-1] = {**joined[-1], "content": content}
-        else:
-            joined.append(message)
+    for is_joined, group in groupby(messages, key=lambda each: each["role"] == role):
+        neighbours = list(group)
+        if is_joined and len(neighbours) > 1:
+            content = _all_of([each["content"] for each in neighbours])
+            neighbours = [{**neighbours[0], "content": content}]
+        joined += neighbours
     return joined
 
 
-def _both(one: Any, other: Any) -> Any:
-    """Two contents, each a text or a list of parts."""
-    if isinstance(one, str) and isinstance(other, str):
-        return f"{one}\n\n{other}"
-    return [
-        *([{"type": "text", "text": one}] if isinstance(one, str) else one),
-        *([{"type": "text", "text": other}] if isinstance(other, str) else other),
-    ]
+def _all_of(contents: list[Any]) -> Any:
+    """Contents as one, each a text or a list of parts."""
+    if all(isinstance(each, str) for each in contents):
+        return "\n\n".join(contents)  # at once: one by one, thousands would take minutes
+    parts: list[Any] = []
+    for each in contents:
+        parts += [{"type": "text", "text": each}] if isinstance(each, str) else each
+    return parts
 
 
 def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
