@@ -241,6 +241,32 @@ def test_jobs_end_whatever_happens():
     transfer.shutdown()
 
 
+def test_the_end_waits_for_what_has_begun_alone():
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(MemoryStore):
+        def write(self, key, data):
+            begun.set()
+            assert may_go_on.wait(20)
+            super().write(key, data)
+
+    blocks, _ = pool()
+    store = Slow(1 << 20)
+    transfer = BlockTransfer(b"root", blocks, [store], Finished())
+    for number in range(1, 6):
+        transfer.save(number, [BlockCopy(key_of(number), 0, number)])
+    assert begun.wait(20)
+    ending = threading.Thread(target=transfer.shutdown)
+    ending.start()
+    end = time.monotonic() + 20
+    while transfer._saving._work_queue.qsize() > 1:  # the pool's own sign of its end is left
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    may_go_on.set()
+    ending.join(20)
+    assert [number for number in range(1, 6) if store.has(key_of(number))] == [1]
+
+
 def test_places_are_asked_in_their_order(tmp_path):
     blocks, groups = pool()
     memory, files = MemoryStore(1 << 20), store_in(tmp_path)

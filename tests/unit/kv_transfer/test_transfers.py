@@ -263,16 +263,27 @@ def test_a_preempted_request_looks_outside_again() -> None:
     assert collector.requests[request.request_id].token_ids == expected.token_ids
 
 
-def test_failed_saves_are_not_repeated_for_ever() -> None:
-    class Full(FakeTransfer):
-        def _end_save(self, job):
-            self.num_saved += len(job.blocks)
-            return Transferred(job.job_id, error="the disk is full")
+class FullDisk(FakeTransfer):
+    def _end_save(self, job):
+        self.num_saved += len(job.blocks)
+        return Transferred(job.job_id, error="the disk is full")
 
-    core, transfer = make(Full())
+
+def test_failed_saves_are_not_repeated_for_ever() -> None:
+    core, transfer = make(FullDisk())
     run(core, ask())
     assert transfer.num_saved == 7
     assert not transfer.kept
+
+
+def test_a_full_disk_does_not_fill_the_log(caplog) -> None:
+    core, transfer = make(FullDisk())
+    for prompt in (PROMPT, *OTHERS):
+        run(core, ask(prompt))
+    assert transfer.num_saved > 20
+    assert [each.message for each in caplog.records if "the disk is full" in each.message] == [
+        "KV transfer: blocks are not kept: the disk is full"
+    ]
 
 
 def test_without_a_place_nothing_is_saved() -> None:

@@ -6,19 +6,25 @@ their turn comes are not saved: the pool's own use of its blocks goes first.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tokenmill.contracts.kv_transfer import BlockCopy
+from tokenmill.contracts.kv_transfer import BlockCopy, Transferred
 from tokenmill.contracts.seams import KVTransfer
 from tokenmill.core.kv.block_pool import BlockKey, BlockPool, KVCacheBlock, group_index_of
+
+logger = logging.getLogger(__name__)
 
 BLOCKS_PER_JOB = 16
 """So many are held until all of them are kept."""
 SHARE_HELD = 4
 """At most one in so many blocks of a pool is held for being saved."""
+_WARNING_SECONDS = 10.0
+"""Between two lines about blocks that could not be saved."""
 
 
 @dataclass(slots=True)
@@ -65,6 +71,7 @@ class Saves:
         self._candidates: deque[_Candidate] = deque(maxlen=sum(pool.num_blocks for pool in pools))
         self._saving: set[BlockKey] = set()
         self._is_settling = False
+        self._next_warning = 0.0
         self.jobs: dict[int, _Save] = {}
         if transfer.keeps_blocks:
             for pool in pools:
@@ -86,13 +93,22 @@ class Saves:
             copies = [BlockCopy(c.key, group_index_of(c.key), c.block.block_id) for c in batch]
             self._transfer.save(job_id, copies)
 
-    def settle(self, job_id: int) -> None:
+    def settle(self, done: Transferred) -> None:
         """A job has finished. What it could not save is not tried again at once."""
-        job = self.jobs.pop(job_id)
+        if done.error is not None:
+            self._warn(done.error)
+        job = self.jobs.pop(done.job_id)
         self._saving.difference_update(job.keys)
         self._is_settling = True
         job.free()
         self._is_settling = False
+
+    def _warn(self, error: str) -> None:
+        """Once in a while: a disk that is full refuses many blocks a second."""
+        now = time.monotonic()
+        if now >= self._next_warning:
+            self._next_warning = now + _WARNING_SECONDS
+            logger.warning("KV transfer: blocks are not kept: %s", error)
 
     def _released(self, pool: BlockPool, block: KVCacheBlock) -> None:
         """No table holds a cached block any more."""

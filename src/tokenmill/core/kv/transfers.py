@@ -313,17 +313,17 @@ class KVTransfers:
             self._transfer.load(job_id, [place.copy for place in load.places], load.origin)
 
     def _settle(self, done: Transferred) -> None:
-        if done.error is not None:
-            logger.warning("KV transfer: %s", done.error)
         if (load := self._jobs.loads.pop(done.job_id, None)) is not None:
             self._settle_load(load, done)
         elif (hold := self._jobs.holds.pop(done.job_id, None)) is not None:
             hold.free()
         else:
-            self._saves.settle(done.job_id)
+            self._saves.settle(done)
 
     def _settle_load(self, load: _Load, done: Transferred) -> None:
         """Cache what has come; the request's tokens are the same whether or not it still lives."""
+        if done.error is not None:
+            logger.warning("KV transfer: %s", done.error)
         request = load.request
         end = load.blocks.stop
         for place in load.places:

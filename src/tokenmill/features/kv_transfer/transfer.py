@@ -146,8 +146,8 @@ class BlockTransfer:
         self._finished.wait(seconds)
 
     def shutdown(self) -> None:
-        self._loading.shutdown()
-        self._saving.shutdown()
+        for jobs in (self._loading, self._saving):  # what has not begun would take as long again
+            jobs.shutdown(cancel_futures=True)
         for each in (self._holder, self._source):
             if each is not None:
                 each.shutdown()
