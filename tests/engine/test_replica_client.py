@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from contextlib import contextmanager
 
@@ -52,8 +53,23 @@ def run(made):
     return {each: output.outputs[0].token_ids for each, output in finished.items()}
 
 
+@contextmanager
+def many_files():
+    """What is opened in here has numbers that `select` does not take."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    with open(os.devnull) as file:
+        numbers = [os.dup(file.fileno()) for _ in range(1024)]
+    try:
+        yield
+    finally:
+        for number in numbers:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_requests_are_divided_and_prefixes_found_again():
-    with engine() as (made, pids):
+    with many_files(), engine() as (made, pids):
         for turn in range(2):
             for i in range(6):
                 made.add_request(str(i), prompt_of(i, 40), FINAL)

@@ -121,4 +121,11 @@ class ReplicasClient:
             if not client.is_alive:
                 raise EngineDeadError(f"An engine core {client.how_it_ended()}.")
         if not found:
-            select.select([client.fileno() for client in self._clients], [], [], _POLL_MS / 1000)
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until one of the cores has said something, or it is time to look at them."""
+        poll = select.poll()
+        for client in self._clients:
+            poll.register(client.fileno(), select.POLLIN)
+        poll.poll(_POLL_MS)
