@@ -116,6 +116,6 @@ def columns_slot(slot: WeightSlot, share: Share) -> WeightSlot:
         return slot
 
     def load(raw: RawTensor) -> None:
-        slot.load(columns_of(raw, range(share.start, share.stop)))
+        slot.load(columns_of(raw, range(share.start, share.stop), slot.name))
 
     return WeightSlot(slot.name, (slot.shape[0], share.total), load)

@@ -56,17 +56,17 @@ def rows_of(raw: RawTensor, rows: Sequence[range]) -> RawTensor:
     return replace(first, shape=(num_rows, *first.shape[1:]), data=data, pages=None)
 
 
-def columns_of(raw: RawTensor, columns: range) -> RawTensor:
+def columns_of(raw: RawTensor, columns: range, name: str = "a matrix") -> RawTensor:
     """These columns of a matrix [N, K], copied.
 
-    Raises `CheckpointError` if they are not whole blocks of the tensor's format.
+    Raises `CheckpointError`, with the tensor's `name`, if they are not whole blocks of its format.
     """
     assert raw.head_permutation is None
     num_rows, width = raw.shape
     unit = _column_unit(raw.format)
     if columns.start % unit or columns.stop % unit:
         raise CheckpointError(
-            f"A matrix of {width} columns in {raw.format} cannot be divided at columns"
+            f"{name} of {width} columns in {raw.format} cannot be divided at columns"
             f" {columns.start} and {columns.stop}: its blocks have {unit} values. Take another"
             f" tensor_parallel_size, or a file in another format."
         )

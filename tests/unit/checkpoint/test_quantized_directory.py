@@ -1,7 +1,6 @@
 """Checkpoints of GPTQ, AWQ, compressed-tensors and float8 against their own dequantisation.
 
-What the formats mean is written down here once more, value by value, from their descriptions: words
-are packed by loops, and a weight is (code - zero) * scale.
+What the formats mean is written down once more in `helpers/quantised.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from helpers.quantised import (
+    GROUP,
+    Quantised,
+    compressed_config,
+    gptq_config,
+    packed_words,
+    tensor,
+)
 from helpers.tiny import write_wide_llama
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.hf_directory import HFDirectory
@@ -23,67 +30,7 @@ from tokenmill.checkpoint.quantized_directory import QuantizedDirectory
 from tokenmill.errors import CheckpointError
 from tokenmill.quantization.dequantize import dequantize
 
-N, K, GROUP = 48, 128, 64
-AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
-
-
-def packed_words(codes: np.ndarray, bits: int, order: list[int] | None = None) -> np.ndarray:
-    """Codes [n, m] to words [n, m * bits / 32], code order[i] of each word at bit i * bits."""
-    per_word = 32 // bits
-    words = np.zeros((codes.shape[0], codes.shape[1] // per_word), np.uint64)
-    for word in range(words.shape[1]):
-        for i in range(per_word):
-            column = word * per_word + (order[i] if order else i)
-            words[:, word] |= codes[:, column].astype(np.uint64) << np.uint64(i * bits)
-    return words.astype(np.uint32).view(np.int32)
-
-
-def tensor(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values))
-
-
-class Quantised:
-    """Random codes, zeros and scales of a matrix [n, k], and what they stand for."""
-
-    def __init__(self, n: int, k: int, bits: int, group: int, *, symmetric: bool, seed: int = 0):
-        rng = np.random.default_rng([n, k, bits, group, seed])
-        self.bits, middle = bits, 1 << (bits - 1)
-        self.codes = rng.integers(0, 1 << bits, (n, k))
-        self.scales = rng.uniform(0.002, 0.02, (n, k // group)).astype(np.float16)
-        self.zeros = rng.integers(1, 1 << bits, (n, k // group))
-        if symmetric:
-            self.zeros[:] = middle
-        self.groups = np.arange(k) // group
-
-    @property
-    def values(self) -> torch.Tensor:
-        difference = self.codes - self.zeros[:, self.groups]
-        return tensor(difference * self.scales[:, self.groups].astype(np.float64)).float()
-
-    def gptq(self) -> dict[str, torch.Tensor]:
-        return {
-            "qweight": tensor(packed_words(self.codes, self.bits).T),
-            "qzeros": tensor(packed_words((self.zeros - 1).T, self.bits)),
-            "scales": tensor(self.scales.T),
-            "g_idx": tensor(self.groups.astype(np.int32)),
-        }
-
-    def awq(self) -> dict[str, torch.Tensor]:
-        return {
-            "qweight": tensor(packed_words(self.codes.T, 4, AWQ_COLUMNS)),
-            "qzeros": tensor(packed_words(self.zeros.T, 4, AWQ_COLUMNS)),
-            "scales": tensor(self.scales.T),
-        }
-
-    def compressed(self, *, symmetric: bool) -> dict[str, torch.Tensor]:
-        parts = {
-            "weight_packed": tensor(packed_words(self.codes, self.bits)),
-            "weight_scale": tensor(self.scales),
-            "weight_shape": torch.tensor(self.codes.shape),
-        }
-        if not symmetric:
-            parts["weight_zero_point"] = tensor(packed_words(self.zeros.T, self.bits).T)
-        return parts
+N, K = 48, 128
 
 
 def write(
@@ -105,16 +52,6 @@ def read(checkpoint: QuantizedDirectory, format_: str) -> torch.Tensor:
     raw = checkpoint.read("m.weight")
     assert raw.data.numel() == checkpoint.num_bytes
     return dequantize(raw, torch.float32)
-
-
-def gptq_config(**more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, **more}
-
-
-def compressed_config(**weights: Any) -> dict[str, Any]:
-    settings = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": GROUP, **weights}
-    group = {"targets": ["Linear"], "weights": settings}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
 
 
 def assert_rounded_minimum(found: torch.Tensor, expected: torch.Tensor, most: float) -> None:
