@@ -48,10 +48,11 @@ def run_cli(*arguments, stdin="", interactive=False, interrupt_at=None):
     return Result(exit_code, out.getvalue(), err.getvalue(), made[0] if made else None)
 
 
-def run_process(*arguments, **environment):
+def run_process(*arguments, stdin=None, **environment):
     """The same in a process of its own, with the real engine."""
     done = subprocess.run(
         [sys.executable, "-m", "tokenmill", *arguments],
+        input=stdin,
         capture_output=True,
         text=True,
         env={**os.environ, **environment},

@@ -131,6 +131,30 @@ def test_other_endpoints_take_them_too(server):
     assert (told.status, told.json["usage"]["input_tokens"]) == (200, expected)
 
 
+def test_errors_of_other_dialects_name_what_they_sent(server):
+    block = {"type": "image", "source": {"type": "url", "url": "http://x.example/y.png"}}
+    content = [text("a"), block]
+    body = {"max_tokens": 2, "messages": [{"role": "user", "content": content}]}
+    error = server.post("/v1/messages", body).json["error"]
+    assert error["details"]["param"] == "messages[0].content[1].source"
+    assert error["message"].startswith("messages[0].content[1].source: nothing is fetched")
+
+
+def test_turns_are_left_out_around_images(server):
+    """What is cut by its tokens then would cut images, too: that alone is refused."""
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": data_url(PNG)}]}
+    longer = {"role": "user", "content": "word " * 600}
+    fields = {"truncation": "auto", "max_output_tokens": 2}
+    whole = server.post("/v1/responses", {"input": [image], **fields})
+    assert whole.status == 200, whole.body
+    left = server.post("/v1/responses", {"input": [longer, image], **fields})
+    assert left.json["usage"]["input_tokens"] == whole.json["usage"]["input_tokens"]
+    joined = [{"role": "user", "content": [*image["content"], text("word " * 600)]}]
+    refused = server.post("/v1/responses", {"input": joined, **fields})
+    assert (refused.status, refused.error["param"]) == (400, "truncation")
+    assert refused.error["message"].startswith("truncation would cut images")
+
+
 def test_options_of_the_processor(server):
     plain, fine = (
         ask(server, image_url(PNG), mm_processor_kwargs=options).json["usage"]["prompt_tokens"]

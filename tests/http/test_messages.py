@@ -510,6 +510,7 @@ def test_a_prompt_that_is_too_long_is_a_400_in_a_stream_as_well(plain):
             "error_code": "context_length_exceeded",
             "param": "messages",
         }
+        assert "truncate_prompt_tokens" not in reply.error["message"]  # no field of the protocol
 
 
 def test_other_errors_have_their_types():

@@ -541,7 +541,9 @@ def conversation(num_turns):
 
 def test_truncation_leaves_out_the_oldest_turns(plain):
     fields = {"instructions": "Be brief.", "input": conversation(20), "max_output_tokens": 8}
-    assert post(plain, **fields).status == 400
+    refused = post(plain, **fields)
+    assert (refused.status, refused.error["param"]) == (400, "input")
+    assert "set truncation to 'auto'" in refused.error["message"]
     reply = post(plain, **fields, truncation="auto")
     assert reply.json["truncation"] == "auto"
     prompt = plain.engine.calls[-1][0]

@@ -157,6 +157,11 @@ def test_files_that_cannot_be_had_are_refused(tmp_path):
     assert out.read_text() == "{}\n"
 
 
+def test_a_dash_is_standard_input():
+    result = run_process("run-batch", "-i", "-", "-o", "-", "missing", stdin=line("a", url="/x"))
+    assert (result.exit_code, "line 1 has the url" in result.stderr) == (2, True), result.stderr
+
+
 def test_a_run_goes_on_where_it_stopped(tmp_path):
     """In a process of its own, with a real engine; what has an answer is not asked again."""
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -142,7 +142,7 @@ def test_parts_of_another_form_are_refused(part, parameter):
 
 
 def test_a_model_without_images_says_so():
-    with pytest.raises(InvalidRequestError, match="parts of type text only") as caught:
+    with pytest.raises(InvalidRequestError, match="takes text only") as caught:
         render(image_url(URL), images=None)
     assert caught.value.parameter == "messages[0].content[0].type"
 

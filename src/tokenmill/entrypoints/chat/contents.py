@@ -74,11 +74,14 @@ class Contents:
         if not isinstance(part, Mapping):
             raise _invalid(where, "must be an object with a type")
         kind = part.get("type")
-        if self._marks is not None and isinstance(kind, str) and kind in _IMAGE_PARTS:
-            self.images.append(_image(part, _IMAGE_PARTS[kind], where))
+        image_fields = _IMAGE_PARTS.get(kind) if isinstance(kind, str) else None
+        if image_fields and self._marks is not None:
+            self.images.append(_image(part, image_fields, where))
             self._marks.check_count(len(self.images), "messages")
             return None
         if kind not in _TEXT_PARTS:
+            if image_fields:
+                raise _invalid(f"{where}.type", "says image, but this model takes text only")
             known = "text only" if self._marks is None else "text and image_url"
             raise _invalid(
                 f"{where}.type", f"is {str(kind)[:40]!r}; this model takes parts of type {known}"

@@ -29,9 +29,15 @@ if TYPE_CHECKING:
     from tokenmill.entrypoints.http.engine import Engine
 
 INPUT = Parameter(
-    alias="-i", help="Requests, one a line, in OpenAI's batch format; - is standard input."
+    alias="-i",
+    allow_leading_hyphen=True,  # for - alone
+    help="Requests, one a line, in OpenAI's batch format; - is standard input.",
 )
-OUTPUT = Parameter(alias="-o", help="Where results go, one a line; - is standard output.")
+OUTPUT = Parameter(
+    alias="-o",
+    allow_leading_hyphen=True,
+    help="Where results go, one a line; - is standard output.",
+)
 RESUME = Parameter(
     negative=(), help="Go on with an output file: requests that it has an answer to are left out."
 )

@@ -21,6 +21,8 @@ class Renames:
     place."""
     places: dict[str, str] = field(default_factory=dict)
     """Paths, each of which stands for everything below it as well; the longest that fits counts."""
+    phrases: Mapping[str, str] = field(default_factory=dict)
+    """Words about a chat's fields within a message, and what is said in their place."""
 
     def path(self, chat_path: str) -> str:
         """The request's path for one of the chat."""
@@ -43,12 +45,14 @@ class Renames:
         except InvalidRequestError as error:
             chat_path = error.parameter or ""
             path = self.path(chat_path)
-            if path == chat_path:
-                raise
             message = str(error)
             if message.startswith(chat_path):
                 message = path + message[len(chat_path) :]
-            raise type(error)(message, parameter=path) from error
+            for phrase, own in self.phrases.items():
+                message = message.replace(phrase, own)
+            if (path, message) == (chat_path, str(error)):
+                raise
+            raise type(error)(message, parameter=path or None) from error
 
 
 def rules(paths: Mapping[str, str]) -> list[tuple[re.Pattern[str], str]]:

@@ -106,7 +106,7 @@ class Fetcher:
     def _check_allowed(self, target: _Target) -> None:
         if not self._domains:
             raise refused(
-                "this server fetches nothing (allowed_media_domains); send the image itself as a"
+                "nothing is fetched here (allowed_media_domains); send the image itself as a"
                 " data: URL"
             )
         suffix = f":{target.port}" if target.port != _DEFAULT_PORTS[target.scheme] else ""
@@ -255,7 +255,7 @@ def read_local(url: str, root: str | None) -> bytes:
     Raises `InvalidRequestError`, the same for files that are not there and those elsewhere.
     """
     if root is None:
-        raise refused("this server reads no files of its own (allowed_local_media_path)")
+        raise refused("no files are read here by URL (allowed_local_media_path)")
     found = _FILE_URL.fullmatch(url)
     if found is None:
         raise refused(f"{shown(url)} must be file:// and a whole path")

@@ -24,6 +24,7 @@ _RULES = rules(
         "stop": "stop_sequences",
     }
 )
+_PHRASES = {", or set truncate_prompt_tokens": ""}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 
@@ -49,7 +50,7 @@ def chat_of(
     _continue_answer(chat, len(request.messages))
     if isinstance(request, MessagesRequest):
         _set_sampling(chat, request)
-    return chat, Renames(_RULES, turns.places)
+    return chat, Renames(_RULES, turns.places, _PHRASES)
 
 
 def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

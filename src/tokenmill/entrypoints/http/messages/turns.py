@@ -126,8 +126,11 @@ class ChatTurns:
             content: Any = "\n".join(part["text"] for _, part in parts)
         else:
             content = [part for _, part in parts]
-            for i, (place, _) in enumerate(parts):
-                self.places[f"messages[{len(self.messages)}].content[{i}]"] = place
+            for i, (place, part) in enumerate(parts):
+                chat_place = f"messages[{len(self.messages)}].content[{i}]"
+                self.places[chat_place] = place
+                if part["type"] == "image_url":
+                    self.places[f"{chat_place}.image_url"] = f"{place}.source"
         self._add(where, {**message, "content": content})
 
     def _add(self, where: str, message: dict[str, Any]) -> None:

@@ -112,8 +112,10 @@ class ResponsesJob(ChatJob):
         await self.keep()
 
     async def _generation(self) -> Generation:
-        if self._fields.truncate_prompt_tokens is not None:
-            await self._drop_oldest(self._fields.truncate_prompt_tokens)
+        room = self._fields.truncate_prompt_tokens
+        if room is not None and await self._drop_oldest(room):
+            # Nothing is left to be cut, which images could not be.
+            self._params = self._params.replace(truncate_prompt_tokens=None)
         generation = await super()._generation()
         self.begun.set()
         return generation
@@ -152,9 +154,9 @@ class ResponsesJob(ChatJob):
             response.usage = response_usage(self._usage(generation))
         return events
 
-    async def _drop_oldest(self, room: int) -> None:
-        """Leave out the oldest turns until the prompt fits, but never the last one. What is still
-        too long then is cut by its tokens.
+    async def _drop_oldest(self, room: int) -> bool:
+        """Leave out the oldest turns until the prompt fits, but never the last one; whether it
+        does. What is still too long then is cut by its tokens.
         """
         fields = self._fields
         messages = fields.messages
@@ -163,7 +165,7 @@ class ResponsesJob(ChatJob):
             return len((await chat_prompt(self._state, fields)).token_ids) <= room
 
         if await fits():
-            return
+            return True
         roles = [message["role"] for message in messages]
         first = next((i for i, role in enumerate(roles) if role not in _LEADING), len(roles))
         starts = [i for i in range(first + 1, len(roles)) if roles[i] == "user"]
@@ -172,8 +174,10 @@ class ResponsesJob(ChatJob):
             middle = (low + high) // 2
             fields.messages = [*messages[:first], *messages[starts[middle] :]]
             low, high = (low, middle) if await fits() else (middle + 1, high)
-        if starts:
-            fields.messages = [*messages[:first], *messages[starts[low] :]]
+        if not starts:
+            return False
+        fields.messages = [*messages[:first], *messages[starts[low] :]]
+        return await fits()
 
     async def keep(self) -> None:
         """Keep the response as it is now, if it is to be kept."""

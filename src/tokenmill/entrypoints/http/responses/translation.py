@@ -24,9 +24,11 @@ _RULES = rules(
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
         "max_completion_tokens": "max_output_tokens",
+        "truncate_prompt_tokens": "truncation",
         "messages": "input",
     }
 )
+_PHRASES = {"set truncate_prompt_tokens": "set truncation to 'auto'"}
 
 
 def chat_of(
@@ -55,7 +57,7 @@ def chat_of(
     _set_effort(chat, request)
     if isinstance(request, ResponsesRequest):
         _set_sampling(chat, request)
-    return chat, Renames(_RULES, {**chat_items.places, **tools.places})
+    return chat, Renames(_RULES, {**chat_items.places, **tools.places}, _PHRASES)
 
 
 def _set_form(chat: ChatCompletionRequest, text: dict[str, Any]) -> None:
