@@ -106,6 +106,8 @@ class EncoderSchedule:
 
     def take_work(self) -> EncoderWork | None:
         """What the plan tells the workers; None if that is nothing."""
+        if not self.cache.size:
+            return None
         new, evicted = self.cache.take_news()
         if not new and not evicted:
             return None
