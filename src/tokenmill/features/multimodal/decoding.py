@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import InvalidRequestError, shown
+from tokenmill.features.multimodal.metadata import bare_jpeg, check_chunks, orientation_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +29,7 @@ _MAX_SCANS = 100
 """Of a progressive JPEG, each of which is a pass over all pixels; encoders write about ten."""
 _START_OF_SCAN = b"\xff\xda"
 """Never part of compressed data: there a byte 255 is followed by 0."""
+_JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG"
 _ORIENTATION = 0x0112
 """Tag of Exif."""
 _WHITE = (255, 255, 255)
@@ -40,14 +42,19 @@ def decode_image(data: bytes, max_pixels: int) -> Image:
     """
     pillow = _pillow()
     check_file_size(len(data))
+    found: dict[str, Any] = {}
+    if data.startswith(_JPEG):
+        data, found = bare_jpeg(data)
+    elif data.startswith(_PNG):
+        check_chunks(data)
     with _refusals(max_pixels):
         image = pillow.open(io.BytesIO(data), formats=_FORMATS)
     _check_size(image.width, image.height, max_pixels)
-    if image.format in ("JPEG", "MPO") and data.count(_START_OF_SCAN) > _MAX_SCANS:
+    if image.format == "JPEG" and data.count(_START_OF_SCAN) > _MAX_SCANS:
         raise refused(f"the JPEG file has more than {_MAX_SCANS} scans; save it again")
     with _refusals(max_pixels):
         image.load()
-    return normalise_image(image, max_pixels)
+    return _normalised(image, max_pixels, orientation_of({**image.info, **found}))
 
 
 def normalise_image(image: Image, max_pixels: int) -> Image:
@@ -56,13 +63,17 @@ def normalise_image(image: Image, max_pixels: int) -> Image:
     Raises `InvalidRequestError` for one that is empty, larger than allowed, or of a mode whose
     values have no known range.
     """
+    return _normalised(image, max_pixels, _orientation(image))
+
+
+def _normalised(image: Image, max_pixels: int, orientation: int | None) -> Image:
     _check_size(image.width, image.height, max_pixels)
     if image.mode == "F":
         raise refused(
             "the image has mode F, whose values have no known range; convert it to RGB first"
         )
     with _refusals(max_pixels):
-        turn = _turn(image)
+        turn = _turn(orientation)
         image = _to_rgb(image)
         return image if turn is None else image.transpose(turn)
 
@@ -139,14 +150,19 @@ def _too_large(size: str, max_pixels: int) -> InvalidRequestError:
     )
 
 
-def _turn(image: Image) -> Any:
+def _orientation(image: Image) -> int | None:
+    """How an image of the caller's own stands."""
+    try:
+        orientation: int | None = image.getexif().get(_ORIENTATION)
+    except Exception:  # noqa: BLE001  # whatever a broken table does: the picture is still there
+        return None
+    return orientation
+
+
+def _turn(orientation: int | None) -> Any:
     """How pillow is to turn an image so that it stands upright; None for one that does."""
     from PIL.Image import Transpose
 
-    try:
-        orientation = image.getexif().get(_ORIENTATION)
-    except Exception:  # noqa: BLE001  # whatever a broken table does: the picture is still there
-        return None
     turns = {
         2: Transpose.FLIP_LEFT_RIGHT,
         3: Transpose.ROTATE_180,
