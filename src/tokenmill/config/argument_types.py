@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-from tokenmill.errors import ConfigError, shown
+from tokenmill.errors import ConfigError, did_you_mean, shown
+
+T = TypeVar("T")
 
 
 class _Kind(NamedTuple):
@@ -48,3 +50,24 @@ def of_type(name: str, value: object, annotation: Any) -> Any:
     raise ConfigError(
         f"{name}={shown(value)} must be {kind.words}{', or None' if optional else ''}."
     )
+
+
+def check_keys(name: str, given: Iterable[object], known: Iterable[str]) -> None:
+    """Raise `ConfigError` for the first key of the setting `name` that is not in `known`."""
+    known = list(known)
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{name} has no {shown(key)}.{did_you_mean(str(key), known)}"
+                f" It takes: {', '.join(known)}."
+            )
+
+
+def typed_keys(name: str, given: Mapping[str, Any], kind: type[T]) -> T:
+    """The setting `name` as an instance of the dataclass `kind`. Raises `ConfigError` for keys that
+    it does not have, and for values of other types than its annotations.
+    """
+    hints = get_type_hints(kind)
+    check_keys(name, given, hints)
+    values = {key: of_type(f"{name}.{key}", value, hints[key]) for key, value in given.items()}
+    return kind(**values)

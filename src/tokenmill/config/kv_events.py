@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import get_type_hints
+from dataclasses import dataclass
 
-from tokenmill.config.argument_types import of_type
+from tokenmill.config.argument_types import typed_keys
 from tokenmill.config.engine_args import EngineArgs
-from tokenmill.errors import ConfigError, did_you_mean, shown
+from tokenmill.errors import ConfigError, shown
 
 _NAME = "kv_events_config"
 _AT_LEAST_ONE = ("buffer_steps", "hwm", "max_queue_size")
@@ -36,17 +35,7 @@ class KVEventsConfig:
 
 def resolve_kv_events(args: EngineArgs) -> KVEventsConfig | None:
     """The settings; None if nobody is to be told. Raises `ConfigError` that names the setting."""
-    given = args.kv_events_config
-    names = [each.name for each in fields(KVEventsConfig)]
-    for name in given:
-        if name not in names:
-            raise ConfigError(
-                f"{_NAME} has no {shown(name)}.{did_you_mean(str(name), names)}"
-                f" It takes: {', '.join(names)}."
-            )
-    hints = get_type_hints(KVEventsConfig)
-    values = {name: of_type(f"{_NAME}.{name}", value, hints[name]) for name, value in given.items()}
-    config = KVEventsConfig(**values)
+    config = typed_keys(_NAME, args.kv_events_config, KVEventsConfig)
     if config.publisher not in ("zmq", "null"):
         raise ConfigError(f"{_NAME}.publisher={shown(config.publisher)} is not one of: zmq, null.")
     for name in _AT_LEAST_ONE:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
-from tokenmill.config.argument_types import of_type
+from tokenmill.config.argument_types import typed_keys
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.speculation import SpeculativeConfig
 from tokenmill.errors import ConfigError, did_you_mean, shown
-
-T = TypeVar("T", bound="_Given | _Extra")
 
 OFFLOADING, TCP, BOTH = "OffloadingConnector", "TCPConnector", "MultiConnector"
 CONNECTORS = (OFFLOADING, TCP, BOTH)
@@ -120,8 +117,10 @@ def resolve_kv_transfer(
                 f"kv_offload_gb={args.kv_offload_gb:g} needs kv_offload_dir: where to keep it."
             )
         return None
-    given = _typed(_Given, _NAME, args.kv_transfer_config)
-    extra = _typed(_Extra, f"{_NAME}.kv_connector_extra_config", given.kv_connector_extra_config)
+    given = typed_keys(_NAME, args.kv_transfer_config, _Given)
+    extra = typed_keys(
+        f"{_NAME}.kv_connector_extra_config", given.kv_connector_extra_config, _Extra
+    )
     extra = _with_flags(extra, args)
     _check_engine(args, speculation, pools=pools)
     has_tier = bool(extra.offload_dir or extra.cpu_bytes_to_use)
@@ -154,18 +153,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _typed(kind: type[T], name: str, given: Mapping[str, Any]) -> T:
-    known = [each.name for each in fields(kind)]
-    for key in given:
-        if key not in known:
-            raise ConfigError(
-                f"{name} has no {shown(key)}.{did_you_mean(str(key), known)}"
-                f" It takes: {', '.join(known)}."
-            )
-    hints = get_type_hints(kind)
-    return kind(**{k: of_type(f"{name}.{k}", value, hints[k]) for k, value in given.items()})
-
-
 def _with_flags(extra: _Extra, args: EngineArgs) -> _Extra:
     """With the flags that are short for two of its keys."""
     if args.kv_offload_dir is not None:
@@ -177,12 +164,6 @@ def _with_flags(extra: _Extra, args: EngineArgs) -> _Extra:
 
 def _check_engine(args: EngineArgs, speculation: SpeculativeConfig | None, *, pools: bool) -> None:
     """Refuse what KV from outside cannot go with."""
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(args, name) > 1:
-            raise ConfigError(
-                f"{_NAME}: each rank keeps a part of the KV of {name}={getattr(args, name)}, and"
-                " blocks are moved whole; leave out one of the two."
-            )
     if pools:
         raise ConfigError(f"{_NAME}: a pooling model keeps no KV; leave it out.")
     if not args.enable_prefix_caching:

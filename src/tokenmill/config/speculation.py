@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
-from tokenmill.config.argument_types import of_type
+from tokenmill.config.argument_types import check_keys, of_type
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.parameters import ModelParameters
 from tokenmill.errors import ConfigError, did_you_mean, shown
@@ -148,13 +148,8 @@ def read_speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
     given = _with_flags(args)
     if not given:
         return None
-    names = [each.name for each in fields(SpeculativeConfig) if each.name != "draft"]
-    for name in given:
-        if name not in names:
-            raise ConfigError(
-                f"{_NAME} has no {shown(name)}.{did_you_mean(str(name), names)}"
-                f" It takes: {', '.join(names)}."
-            )
+    names = (each.name for each in fields(SpeculativeConfig) if each.name != "draft")
+    check_keys(_NAME, given, names)
     if "method" not in given and "model" in given:
         given["method"] = "draft_model"
     if "method" not in given:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
-from tokenmill.config.argument_types import of_type
+from tokenmill.config.argument_types import check_keys, of_type
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
 BACKENDS = ("llguidance", "xgrammar")
@@ -55,13 +55,7 @@ _MAX_TIMEOUT = 600.0
 
 def read_structured_outputs_config(given: Mapping[str, Any]) -> StructuredOutputsConfig:
     """The settings in a mapping. Raises `ConfigError` for one that nobody knows."""
-    names = [each.name for each in fields(StructuredOutputsConfig)]
-    for name in given:
-        if name not in names:
-            raise ConfigError(
-                f"{_NAME} has no {shown(name)}.{did_you_mean(str(name), names)}"
-                f" It takes: {', '.join(names)}."
-            )
+    check_keys(_NAME, given, (each.name for each in fields(StructuredOutputsConfig)))
     return StructuredOutputsConfig(**given)
 
 

@@ -103,8 +103,6 @@ def test_a_secret_opens_the_network(secret):
         ({**TCP, "kv_connector_extra_config": {"offload_gb": 1}}, {}, "kv_offload_dir"),
         ({**TCP, "kv_port": "x"}, {}, "must be an integer"),
         (TCP, {"enable_prefix_caching": False}, "enable_prefix_caching"),
-        (TCP, {"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-        (TCP, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({}, {"kv_offload_gb": 1}, "kv_offload_dir"),
         ({}, {"kv_offload_dir": "x", "kv_offload_gb": 0}, "more than 0"),
         ({}, {"kv_offload_dir": "x", "kv_offload_gb": float("nan")}, "more than 0"),

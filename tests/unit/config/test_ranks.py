@@ -139,6 +139,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"tensor_parallel_size": 2, "kv_offload_dir": "/tmp/kv"},
         "with KV offload or KV transfer is not supported",
     ),
+    (
+        {},
+        {"pipeline_parallel_size": 2, "kv_transfer_config": {"kv_connector": "TCPConnector"}},
+        "with KV offload or KV transfer is not supported",
+    ),
 ]
 
 
