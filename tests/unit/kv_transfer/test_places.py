@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -150,6 +152,28 @@ def test_files_of_others_in_the_directory_are_left_alone(tmp_path):
     assert all(each.exists() for each in others)
     assert store.has(key_of(19)), "nor do they count"
     assert num_bytes_in(store._blocks) <= 5 * (SIZE + 48)
+
+
+def test_a_directory_that_somebody_has_emptied_is_filled_again(tmp_path):
+    store = store_in(tmp_path / "kv", max_bytes=5 * (SIZE + 48))
+    for round in range(2):
+        for number in range(20):
+            store.write(key_of(number), block_of(number))
+        assert store.has(key_of(19)), round
+        shutil.rmtree(tmp_path / "kv")
+
+
+def test_an_engine_that_is_stopped_while_it_makes_room_holds_up_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_LOCK_SECONDS", 0.05)
+    store = store_in(tmp_path, max_bytes=2 * (SIZE + 48))
+    for number in range(2):
+        store.write(key_of(number), block_of(number))
+    with open(tmp_path / "lock", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            store.write(key_of(2), block_of(2))
+    store.write(key_of(2), block_of(2))
+    assert store.has(key_of(2))
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):

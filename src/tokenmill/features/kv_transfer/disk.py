@@ -44,6 +44,8 @@ _OURS = re.compile(r"[0-9a-f]+\.kv(\.[0-9a-f]{16}\.\d+\.tmp)?")
 _ROOM_LEFT = 1 / 16
 """Of the limit: so much is freed at once, and after so many bytes of its own an engine looks at
 what others have written."""
+_LOCK_SECONDS, _LOCK_INTERVAL = 5.0, 0.01
+"""How long another engine may take to make room, and between two looks at that."""
 _ABANDONED_SECONDS = 3600.0
 """After which an unfinished file belongs to nobody."""
 
@@ -153,9 +155,10 @@ class DiskStore:
             self._evict(files, excess + int(_ROOM_LEFT * self._max_bytes))
 
     def _evict(self, files: list[_File], num_bytes: int) -> None:
-        """Remove so much; one engine at a time, and the others look again."""
-        with open(self._directory / _LOCK, "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        """Remove so much; one engine at a time, and the others look again. Raises `OSError` if one
+        of them takes too long.
+        """
+        with self._locked():
             freed = 0
             for file in sorted(files, key=lambda file: file.used):
                 if freed >= num_bytes:
@@ -164,6 +167,23 @@ class DiskStore:
                 freed += file.num_bytes
         with self._lock:
             self._num_bytes = max(self._num_bytes - freed, 0)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        descriptor = os.open(self._directory / _LOCK, os.O_RDONLY | os.O_CREAT, 0o600)
+        end = time.monotonic() + _LOCK_SECONDS
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:  # it may be stopped, and nobody shall wait for that
+                    if time.monotonic() > end:
+                        raise
+                time.sleep(_LOCK_INTERVAL)
+            yield
+        finally:
+            os.close(descriptor)
 
     def _count(self) -> list[_File]:
         """All blocks of all roots, and what they take."""
