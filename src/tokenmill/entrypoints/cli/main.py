@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 import tokenmill
 from tokenmill.entrypoints.cli.session import BuildLLM, build_llm
@@ -75,6 +75,10 @@ def run(arguments: Sequence[str], build_llm: BuildLLM = build_llm) -> int:
         exit_code = _run(arguments, build_llm)
         sys.stdout.flush()
         return exit_code
+    except UnusedCliTokensError as error:
+        left = " ".join(map(repr, error.unused_tokens or ()))
+        why = f"the command takes fewer arguments: {left} would be unused. See --help."
+        return _report(ConfigError(why), EXIT_USAGE)
     except (CycloptsError, InvalidRequestError, ConfigError) as error:
         return _report(error, EXIT_USAGE)
     except TokenmillError as error:
