@@ -1,7 +1,10 @@
-"""How what msgspec knows nothing of is sent to another process: exceptions, classes, mappings."""
+"""How what msgspec knows nothing of is sent to another process: exceptions, log records, classes,
+mappings.
+"""
 
 from __future__ import annotations
 
+import logging
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +21,24 @@ class ErrorInfo(msgspec.Struct, array_like=True):
     """Its class in `errors.py`; others count as `EngineDeadError`."""
     message: str
     parameter: str | None = None
+
+
+class LogRecord(msgspec.Struct, array_like=True, tag=0):
+    """A log record of a process whose starter has the handlers."""
+
+    name: str
+    level: int
+    message: str
+    """With the traceback of an exception, if there is one."""
+    created: float
+    """Seconds since the epoch."""
+
+    def hand_on(self) -> None:
+        """Give it to this process's handlers."""
+        logger = logging.getLogger(self.name)
+        made = logger.makeRecord(self.name, self.level, "", 0, "%s", (self.message,), None)
+        made.created = self.created
+        logger.handle(made)
 
 
 def describe(error: BaseException) -> ErrorInfo:

@@ -20,6 +20,7 @@ import zmq
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.encoding import ErrorInfo, LogRecord, rebuild
 from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.engine import wire
 from tokenmill.engine.placement import ANYWHERE, Placement
@@ -111,8 +112,8 @@ class ProcessClient:
                 return None
             message = wire.decode_from_core(data)
             match message:
-                case wire.LogRecord():
-                    _log(message)
+                case LogRecord():
+                    message.hand_on()
                 case wire.PrefixCacheReset(done):
                     reset = self._resets.popleft()
                     if not reset.cancelled():
@@ -136,7 +137,7 @@ class ProcessClient:
                 case wire.Ready():
                     return
                 case wire.StartupFailure(error):
-                    raise wire.rebuild(error)
+                    raise rebuild(error)
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         self.send(wire.AddRequests([wire.core_request(request) for request in requests]))
@@ -152,7 +153,7 @@ class ProcessClient:
                 case wire.StepOutputs(outputs):
                     return outputs
                 case wire.Refusal(_, error):
-                    raise wire.rebuild(error)
+                    raise rebuild(error)
 
     def reset_prefix_cache(self) -> Future[bool]:
         reset: Future[bool] = Future()
@@ -169,7 +170,7 @@ class ProcessClient:
 
     @staticmethod
     def _answer(
-        loading: Future[AdapterInfo], info: AdapterInfo | None, error: wire.ErrorInfo | None
+        loading: Future[AdapterInfo], info: AdapterInfo | None, error: ErrorInfo | None
     ) -> None:
         if loading.cancelled():
             return
@@ -177,7 +178,7 @@ class ProcessClient:
             loading.set_result(info)
         else:
             assert error is not None
-            loading.set_exception(wire.rebuild(error))
+            loading.set_exception(rebuild(error))
 
     def ask_to_stop(self) -> None:
         """Ask the core to end; does not wait."""
@@ -268,11 +269,3 @@ def _open_pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:  # an old kernel, or a sandbox that forbids it
         return None
-
-
-def _log(record: wire.LogRecord) -> None:
-    """Hand a record of the core to this process's handlers."""
-    logger = logging.getLogger(record.name)
-    made = logger.makeRecord(record.name, record.level, "", 0, "%s", (record.message,), None)
-    made.created = record.created
-    logger.handle(made)

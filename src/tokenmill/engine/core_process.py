@@ -19,6 +19,7 @@ from concurrent.futures import Future
 
 import zmq
 
+from tokenmill.contracts.encoding import LogRecord, describe
 from tokenmill.contracts.request import (
     AdapterInfo,
     EngineCoreOutputs,
@@ -54,9 +55,9 @@ class Channel:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
-        self._logs: deque[wire.LogRecord] = deque(maxlen=10_000)
+        self._logs: deque[LogRecord] = deque(maxlen=10_000)
 
-    def log(self, record: wire.LogRecord) -> None:
+    def log(self, record: LogRecord) -> None:
         """Keep a log record, from any thread, until the next message."""
         self._logs.append(record)
 
@@ -87,7 +88,7 @@ class _LogSender(logging.Handler):
         # The formatter's text has the traceback of an exception, if there is one.
         message = self.format(record)
         self._channel.log(
-            wire.LogRecord(record.name, record.levelno, message, record.created),
+            LogRecord(record.name, record.levelno, message, record.created),
         )
 
 
@@ -165,12 +166,12 @@ class CoreLoop:
         try:
             self._core.add_request(request)
         except InvalidRequestError as error:
-            self._channel.send(wire.Refusal(request.request_id, wire.describe(error)))
+            self._channel.send(wire.Refusal(request.request_id, describe(error)))
 
     def _send_refusals(self) -> None:
         """Tell of requests that were queued and then found to be wrong."""
         for request_id, error in self._core.take_refusals():
-            self._channel.send(wire.Refusal(request_id, wire.describe(error)))
+            self._channel.send(wire.Refusal(request_id, describe(error)))
 
     def _send_adapters(self) -> None:
         """Answer for the adapters that have been read by now."""
@@ -178,7 +179,7 @@ class CoreLoop:
             self._loading.remove((number, loading))
             error = loading.exception()
             info = None if error is not None else loading.result()
-            described = None if error is None else wire.describe(error)
+            described = None if error is None else describe(error)
             self._channel.send(wire.AdapterLoaded(number, info, described))
 
     def _step(self) -> None:
@@ -226,7 +227,7 @@ def serve(channel: Channel, page: StatusPage) -> int:
         core = build(setup, channel)
     except Exception as error:  # the process boundary: the front end raises it again
         logger.debug("The engine core could not be built.", exc_info=True)
-        channel.send(wire.StartupFailure(wire.describe(error)))
+        channel.send(wire.StartupFailure(describe(error)))
         return 1
     try:
         CoreLoop(core, channel, page).run()

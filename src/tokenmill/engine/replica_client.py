@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.encoding import rebuild
 from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.engine import wire
 from tokenmill.engine.core_client import DEFAULT_FACTORY, ProcessClient
@@ -117,7 +118,7 @@ class ReplicasClient:
                         self._arrived.append(outputs)
                     case wire.Refusal(request_id, error):
                         self._homes.pop(request_id, None)
-                        raise wire.rebuild(error)
+                        raise rebuild(error)
             if not client.is_alive:
                 raise EngineDeadError(f"An engine core {client.how_it_ended()}.")
         if not found:

@@ -8,6 +8,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from tokenmill.contracts.encoding import rebuild
 from tokenmill.contracts.request import EngineCoreOutputs
 from tokenmill.engine import wire
 from tokenmill.engine.core_client import DEFAULT_FACTORY, ProcessClient
@@ -189,7 +190,7 @@ class CoreSupervisor:
             case wire.StepOutputs(outputs):
                 self._listener.on_outputs(outputs)
             case wire.Refusal(submission_id, error):
-                self._listener.on_refusal(submission_id, wire.rebuild(error))
+                self._listener.on_refusal(submission_id, rebuild(error))
             case wire.LoadProgress(stage, done, total):
                 if self.state is CoreState.STARTING:
                     self._on_progress(stage, done, total)
@@ -202,7 +203,7 @@ class CoreSupervisor:
                     self._listener.on_core_ready()
             case wire.StartupFailure(error):
                 if not self._ready.done():
-                    self._ready.set_exception(wire.rebuild(error))
+                    self._ready.set_exception(rebuild(error))
 
     # ---- watching ---------------------------------------------------------------------------
 

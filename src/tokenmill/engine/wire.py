@@ -16,10 +16,7 @@ import msgspec
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.contracts.encoding import ErrorInfo as ErrorInfo
-from tokenmill.contracts.encoding import describe as describe
-from tokenmill.contracts.encoding import plain
-from tokenmill.contracts.encoding import rebuild as rebuild
+from tokenmill.contracts.encoding import ErrorInfo, LogRecord, plain
 from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.errors import InvalidRequestError
 
@@ -63,16 +60,6 @@ class LoadAdapter(msgspec.Struct, array_like=True, tag=5):
     number: int
     """Of the question; the answer repeats it."""
     directory: str
-
-
-class LogRecord(msgspec.Struct, array_like=True, tag=0):
-    """A log record of the core, for the front end's handlers."""
-
-    name: str
-    level: int
-    message: str
-    created: float
-    """Seconds since the epoch."""
 
 
 class LoadProgress(msgspec.Struct, array_like=True, tag=1):

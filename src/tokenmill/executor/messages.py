@@ -18,7 +18,7 @@ import msgspec
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.contracts.encoding import ErrorInfo, plain
+from tokenmill.contracts.encoding import ErrorInfo, LogRecord, plain
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo
@@ -70,19 +70,10 @@ class Stop(msgspec.Struct, array_like=True, tag=4):
     """End the process."""
 
 
-class Hello(msgspec.Struct, array_like=True, tag=0):
+class Hello(msgspec.Struct, array_like=True, tag=1):
     """A rank on another machine is there."""
 
     rank: int
-
-
-class LogRecord(msgspec.Struct, array_like=True, tag=1):
-    """A log record, for the executor's handlers."""
-
-    name: str
-    level: int
-    message: str
-    created: float
 
 
 class StoreAddress(msgspec.Struct, array_like=True, tag=2):

@@ -22,7 +22,7 @@ from dataclasses import replace
 from tokenmill import __version__
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.parallel import RankPlace
-from tokenmill.contracts.encoding import describe
+from tokenmill.contracts.encoding import LogRecord, describe
 from tokenmill.executor import messages
 from tokenmill.executor.lifeline import start_lifeline
 from tokenmill.kernels.native import active_isa
@@ -70,7 +70,7 @@ class _LogSender(logging.Handler):
         message = self.format(record)
         if self._rank:
             message = f"rank {self._rank}: {message}"
-        self._channel.send(messages.LogRecord(record.name, record.levelno, message, record.created))
+        self._channel.send(LogRecord(record.name, record.levelno, message, record.created))
 
 
 class RankLoop:

@@ -10,6 +10,7 @@ import pytest
 
 from helpers.core import create_request
 from helpers.served import serve_args
+from tokenmill.contracts.encoding import ErrorInfo, describe, rebuild
 from tokenmill.contracts.request import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -129,7 +130,7 @@ def test_text_that_cannot_be_sent_is_the_users_fault():
     ],
 )
 def test_errors_keep_their_class(error):
-    rebuilt = wire.rebuild(wire.describe(error))
+    rebuilt = rebuild(describe(error))
     assert type(rebuilt) is type(error)
     assert str(rebuilt) == str(error)
     assert getattr(rebuilt, "parameter", None) == getattr(error, "parameter", None)
@@ -137,12 +138,12 @@ def test_errors_keep_their_class(error):
 
 @pytest.mark.parametrize("kind", ["OSError", "difflib", "shown", "nonsense", "ErrorInfo"])
 def test_an_error_is_rebuilt_as_one_of_ours_or_as_a_dead_engine(kind):
-    assert type(wire.rebuild(wire.ErrorInfo(kind, "text"))) is EngineDeadError
+    assert type(rebuild(ErrorInfo(kind, "text"))) is EngineDeadError
 
 
 def test_a_foreign_error_is_named():
-    info = wire.describe(ZeroDivisionError("division by zero"))
-    assert info == wire.ErrorInfo("EngineDeadError", "ZeroDivisionError: division by zero")
+    info = describe(ZeroDivisionError("division by zero"))
+    assert info == ErrorInfo("EngineDeadError", "ZeroDivisionError: division by zero")
 
 
 @pytest.mark.parametrize(
