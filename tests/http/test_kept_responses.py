@@ -104,6 +104,23 @@ def test_items_can_be_referred_to(server):
     )
 
 
+def test_no_more_can_be_referred_to_than_sent():
+    """A short request could bring gigabytes by naming one item a thousand times."""
+    given = [{"role": "user", "content": "a", "note": "x" * 900}]
+    with LiveServer(max_body_bytes=2_000) as server:
+        first = post(server, input=given).json
+        (item,) = server.get(path_of(first, "/input_items")).json["data"]
+        reference = {"type": "item_reference", "id": item["id"]}
+        assert post(server, input=[reference]).status == 200
+        reply = post(server, input=[reference] * 3)
+        assert (reply.status, reply.error["param"]) == (400, "input")
+        second = post(server, input=given, previous_response_id=first["id"]).json
+        assert second["status"] == "completed"
+        reply = post(server, previous_response_id=second["id"])
+        assert (reply.status, reply.error["param"]) == (400, "previous_response_id")
+        assert "max_body_bytes" in reply.error["message"]
+
+
 def test_the_input_is_listed_page_by_page(server):
     given = [{"role": "user", "content": str(i)} for i in range(5)]
     given[2] = {"type": "function_call_output", "call_id": "c", "output": "x", "id": "fco_1"}
@@ -125,6 +142,7 @@ def test_the_input_is_listed_page_by_page(server):
     assert (last["data"], last["has_more"]) == ([], False)
     for query, name in (
         ("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"),
+        ("limit=0000000011", "limit"), ("limit=" + "0" * 5000 + "1", "limit"),
         ("order=up", "order"), ("after=x", "after"),
     ):  # fmt: skip
         reply = server.get(path_of(first, f"/input_items?{query}"))

@@ -10,8 +10,14 @@ import stat
 import msgspec
 import pytest
 
-from tokenmill.entrypoints.http.responses.store import KeptResponse, ResponseStore
+from tokenmill.entrypoints.http.responses.store import (
+    KeptResponse,
+    ResponseStore,
+    TooMuchKeptError,
+)
 from tokenmill.errors import ConfigError
+
+ROOM = 10**6
 
 
 class Clock:
@@ -65,7 +71,7 @@ class Store:
         return await method(*arguments)
 
     def history_ids(self, id, owner=""):
-        found = self.history(id, owner)
+        found = self.history(id, owner, ROOM)
         return None if found is None else [item["id"] for item in found[1]]
 
 
@@ -81,10 +87,10 @@ def test_what_is_put_is_found(store):
     found = store.get("a", "")
     assert (found.body, found.status, found.previous) == (first.body, "completed", None)
     assert store.input_items("a") == [{"id": "in_a"}]
-    assert store.item("out_a", "") == {"id": "out_a"}
+    assert store.items(["out_a"], "", ROOM)[0] == {"id": "out_a"}
     assert store.get("b", "") is None
-    assert store.item("b", "") is None
-    assert store.history("b", "") is None
+    assert store.items(["b"], "", ROOM)[0] is None
+    assert store.history("b", "", ROOM) is None
 
 
 def test_one_with_the_same_id_takes_its_place(store):
@@ -98,19 +104,32 @@ def test_a_history_is_that_of_the_whole_chain(store):
     store.put(response("a"))
     store.put(response("b", previous="a"))
     store.put(response("c", previous="b", status="incomplete"))
-    assert store.history("c", "")[0] == "incomplete"
+    assert store.history("c", "", ROOM)[0] == "incomplete"
     assert store.history_ids("c") == ["in_a", "out_a", "in_b", "out_b", "in_c", "out_c"]
     assert store.history_ids("a") == ["in_a", "out_a"]
     store.delete("a", "")
     assert store.history_ids("c") is None
 
 
+def test_no_more_is_read_than_is_wanted(store):
+    store.put(response("a"))
+    store.put(response("b", previous="a"))
+    item = len(msgspec.json.encode({"id": "out_a"}))
+    assert len(store.items(["out_a", "x"] * 10, "", 10 * item)) == 20
+    with pytest.raises(TooMuchKeptError):
+        store.items(["out_a"] * 11, "", 10 * item)
+    chain = 2 * (item + len(msgspec.json.encode({"id": "in_a"})))
+    assert len(store.history("b", "", chain)[1]) == 4
+    with pytest.raises(TooMuchKeptError):
+        store.history("b", "", chain - 1)
+
+
 def test_nobody_sees_what_is_another_key_s(store):
     store.put(response("a", owner="key"))
     store.put(response("b", owner="other", previous="a"))
     assert store.get("a", "") is store.get("a", "other") is None
-    assert store.item("in_a", "other") is None
-    assert store.history("a", "other") is store.history("b", "other") is None
+    assert store.items(["in_a"], "other", ROOM)[0] is None
+    assert store.history("a", "other", ROOM) is store.history("b", "other", ROOM) is None
     assert not store.delete("a", "other")
     assert store.get("a", "key") is not None
     assert store.delete("a", "key")
@@ -122,13 +141,13 @@ def test_what_nobody_uses_is_forgotten(store):
     store.put(response("b", previous="a"))
     store.put(response("c"))
     store.clock.now += 60
-    store.history("b", "")  # which is a use of both
+    store.history("b", "", ROOM)  # which is a use of both
     store.clock.now += 60
     assert store.get("c", "") is None
-    assert store.item("in_c", "") is None
+    assert store.items(["in_c"], "", ROOM)[0] is None
     assert store.history_ids("b") is not None
     store.clock.now += 101
-    assert store.history("b", "") is None
+    assert store.history("b", "", ROOM) is None
 
 
 def test_what_was_used_longest_ago_makes_room():
@@ -137,7 +156,7 @@ def test_what_was_used_longest_ago_makes_room():
         for id in "abc":
             store.put(response(id, text="x" * 1_000))
             store.clock.now += 1
-        store.history("a", "")
+        store.history("a", "", ROOM)
         store.clock.now += 1
         store.put(response("d", text="x" * 1_000))
         assert [id for id in "abcd" if store.get(id, "")] == ["a", "c", "d"]
@@ -225,7 +244,7 @@ def test_the_size_is_never_more_than_it_may_be():
             store.put(response(id, previous=previous, text="x" * choose.randrange(600)))
             ids.append(id)
             if choose.random() < 0.3:
-                store.history(choose.choice(ids), "")
+                store.history(choose.choice(ids), "", ROOM)
             if choose.random() < 0.1:
                 store.delete(choose.choice(ids), "")
             (total,) = store.run("SELECT SUM(size) FROM responses")
@@ -233,3 +252,15 @@ def test_the_size_is_never_more_than_it_may_be():
             for each in ids[-10:]:
                 found = store.history_ids(each)
                 assert found is None or found[-2:] == [f"in_{each}", f"out_{each}"]
+
+
+def test_a_file_with_a_damaged_response_is_refused(tmp_path):
+    path = tmp_path / "damaged"
+    with Store(path) as store:
+        store.put(response("a", status="in_progress"))
+    damaged = sqlite3.connect(path)
+    damaged.execute("UPDATE responses SET body = 'x'")
+    damaged.commit()
+    damaged.close()
+    with Store(path) as store, pytest.raises(ConfigError, match="response_store"):
+        store.check()

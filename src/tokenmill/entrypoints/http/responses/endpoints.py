@@ -29,7 +29,7 @@ from tokenmill.entrypoints.http.responses.protocol import (
     ResponseReply,
     ResponsesRequest,
 )
-from tokenmill.entrypoints.http.responses.store import KeptResponse
+from tokenmill.entrypoints.http.responses.store import KeptResponse, TooMuchKeptError
 from tokenmill.entrypoints.http.responses.translation import chat_of
 from tokenmill.entrypoints.http.sse import JsonAnswer
 from tokenmill.entrypoints.http.state import ServerState, record_of, state_of
@@ -39,6 +39,8 @@ from tokenmill.errors import InvalidRequestError, shown
 router = APIRouter(default_response_class=Response)
 
 MAX_LISTED = 100
+_LONGEST_NUMBER = 9
+"""Digits."""
 _IN_PATH: dict[str, Any] = {
     "name": "response_id",
     "in": "path",
@@ -148,7 +150,8 @@ async def list_input_items(request: Request) -> Response:
     """The input of a response, the latest item first."""
     query = request.query_params
     limit = query.get("limit", "20")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
+    is_short = len(limit) <= _LONGEST_NUMBER and limit.isascii()
+    if not (is_short and limit.isdigit() and 1 <= int(limit) <= MAX_LISTED):
         raise InvalidRequestError(
             f"limit={shown(limit)} must be an integer between 1 and {MAX_LISTED}.",
             parameter="limit",
@@ -197,12 +200,15 @@ async def _resolved(
     owner = record.key_name or ""
     check_num_values({"input": fields.input})  # before each of them is looked at
     items = checked_items(fields.input)
-    for i, item in enumerate(items):
-        if item["type"] == "item_reference":
-            items[i] = await _referred(state, owner, item, f"input[{i}].id")
+    # A request may refer to as much as it could bring.
+    limit = state.args.max_body_bytes
+    await _resolve_references(state, owner, items, limit)
     history: list[Item] = []
     if fields.previous_response_id is not None:
-        found = await state.responses.history(fields.previous_response_id, owner)
+        try:
+            found = await state.responses.history(fields.previous_response_id, owner, limit)
+        except TooMuchKeptError:
+            raise _too_much("previous_response_id", limit) from None
         if found is None:
             raise PreviousResponseNotFoundError(
                 f"previous_response_id={shown(fields.previous_response_id)} is not kept here, or no"
@@ -219,14 +225,30 @@ async def _resolved(
     return ResponseInput(items, history)
 
 
-async def _referred(state: ServerState, owner: str, item: Item, where: str) -> Item:
-    found = await state.responses.item(item["id"], owner)
-    if found is None:
-        raise InvalidRequestError(
-            f"{where}={shown(item['id'])} is no item that is kept here; send it in full.",
-            parameter=where,
-        )
-    return found
+async def _resolve_references(
+    state: ServerState, owner: str, items: list[Item], limit: int
+) -> None:
+    """Put what they refer to in the places of references."""
+    places = [i for i, item in enumerate(items) if item["type"] == "item_reference"]
+    try:
+        found = await state.responses.items([items[i]["id"] for i in places], owner, limit)
+    except TooMuchKeptError:
+        raise _too_much("input", limit) from None
+    for i, item in zip(places, found, strict=True):
+        if item is None:
+            where = f"input[{i}].id"
+            raise InvalidRequestError(
+                f"{where}={shown(items[i]['id'])} is no item that is kept here; send it in full.",
+                parameter=where,
+            )
+        items[i] = item
+
+
+def _too_much(where: str, limit: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{where} refers to items of more than {limit} bytes (max_body_bytes); refer to less.",
+        parameter=where,
+    )
 
 
 def _check_background(fields: ResponsesRequest) -> None:

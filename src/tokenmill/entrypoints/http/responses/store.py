@@ -13,7 +13,7 @@ import asyncio
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,10 @@ _LONGEST_CHAIN = 10_000
 
 Item = dict[str, Any]
 _Result = TypeVar("_Result")
+
+
+class TooMuchKeptError(Exception):
+    """What was asked for together has more bytes than are wanted."""
 
 
 @dataclass(slots=True)
@@ -93,19 +97,21 @@ class ResponseStore:
         """A response without its items; None if there is none."""
         return await self._run(lambda: self._get(id, owner))
 
-    async def history(self, id: str, owner: str) -> tuple[str, list[Item]] | None:
+    async def history(self, id: str, owner: str, max_bytes: int) -> tuple[str, list[Item]] | None:
         """(status, the items up to the end of a response, with those of all that it continues);
         None if it or one of those is not there.
+
+        Raises `TooMuchKeptError` if they have more than `max_bytes`.
         """
-        return await self._run(lambda: self._history(id, owner))
+        return await self._run(lambda: self._history(id, owner, max_bytes))
 
     async def input_items(self, id: str) -> list[Item]:
         """The input of a response."""
         return await self._run(lambda: self._items(id, "AND NOT is_output"))
 
-    async def item(self, id: str, owner: str) -> Item | None:
-        """The latest item with an id."""
-        return await self._run(lambda: self._item(id, owner))
+    async def items(self, ids: Sequence[str], owner: str, max_bytes: int) -> list[Item | None]:
+        """The latest item with each id. Raises `TooMuchKeptError` if all have over `max_bytes`."""
+        return await self._run(lambda: self._items_of(ids, owner, max_bytes))
 
     async def delete(self, id: str, owner: str) -> bool:
         """Forget a response; whether there was one."""
@@ -128,15 +134,16 @@ class ResponseStore:
         if self._connection is not None:
             return self._connection
         try:
-            self._connection = connection = self._connect()
-        except (sqlite3.Error, OSError) as error:
+            connection = self._connect()
+            self._end_unfinished(connection)
+            query = "SELECT COALESCE(SUM(size), 0) FROM responses"
+            (self._size,) = connection.execute(query).fetchone()
+        except (sqlite3.Error, OSError, msgspec.DecodeError) as error:
             raise ConfigError(
                 f"response_store={self._path!r} cannot be opened as a store of responses: {error}."
                 f" It must be a file of one server's own."
             ) from error
-        self._end_unfinished(connection)
-        (total,) = connection.execute("SELECT COALESCE(SUM(size), 0) FROM responses").fetchone()
-        self._size = total
+        self._connection = connection
         return connection
 
     def _connect(self) -> sqlite3.Connection:
@@ -230,7 +237,7 @@ class ResponseStore:
         previous, status, body = row
         return KeptResponse(id, owner, status, body, previous)
 
-    def _history(self, id: str, owner: str) -> tuple[str, list[Item]] | None:
+    def _history(self, id: str, owner: str, max_bytes: int) -> tuple[str, list[Item]] | None:
         connection = self._open()
         chain: list[str] = []
         status = ""
@@ -241,6 +248,9 @@ class ResponseStore:
                 return None
             status = status or found.status
             chain.append(link)
+            max_bytes -= self._num_item_bytes(link)
+            if max_bytes < 0:
+                raise TooMuchKeptError
             link = found.previous
         now = self._clock()
         with connection:
@@ -253,18 +263,26 @@ class ResponseStore:
         query = f"SELECT body FROM items WHERE response = ? {condition} ORDER BY place"
         return [msgspec.json.decode(body) for (body,) in self._open().execute(query, (id,))]
 
-    def _item(self, id: str, owner: str) -> Item | None:
-        row = (
-            self._open()
-            .execute(
+    def _num_item_bytes(self, id: str) -> int:
+        query = "SELECT COALESCE(SUM(LENGTH(body)), 0) FROM items WHERE response = ?"
+        (size,) = self._open().execute(query, (id,)).fetchone()
+        return int(size)
+
+    def _items_of(self, ids: Sequence[str], owner: str, max_bytes: int) -> list[Item | None]:
+        connection, since = self._open(), self._clock() - self._ttl
+        found: list[Item | None] = []
+        for id in ids:
+            row = connection.execute(
                 "SELECT items.body FROM items JOIN responses ON responses.id = items.response"
                 " WHERE items.id = ? AND owner = ? AND used >= ?"
                 " ORDER BY items.rowid DESC LIMIT 1",
-                (id, owner, self._clock() - self._ttl),
-            )
-            .fetchone()
-        )
-        return None if row is None else msgspec.json.decode(row[0])
+                (id, owner, since),
+            ).fetchone()
+            max_bytes -= 0 if row is None else len(row[0])
+            if max_bytes < 0:
+                raise TooMuchKeptError
+            found.append(None if row is None else msgspec.json.decode(row[0]))
+        return found
 
     def _delete(self, id: str, owner: str) -> bool:
         connection = self._open()
