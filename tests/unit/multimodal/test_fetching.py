@@ -240,6 +240,8 @@ def test_b118_the_system_s_own_resolver_knows_addresses_in_disguise(internet, ur
         "http://images.example:99999999999/",
         "http://images。example/",
         "http://ⓘmages.example/",
+        "http\u017f://images.example/",
+        "http://images.example:\uff18\uff10/",
         "http://images%2eexample/",
         "http://images.example%00.evil/",
         "http://[::1%25eth0]/",

@@ -36,12 +36,14 @@ _PIECE = 1 << 16
 _MAX_HEAD = 1024
 """Characters of a `data:` URL before its data."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_URL = re.compile(r"(https?)://([^/?#]*)([^#]*)(?:#.*)?", re.IGNORECASE)
-_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(\d{1,5}))?")
+_NO_CASE = re.IGNORECASE | re.ASCII
+"""Of ASCII: elsewhere are letters that count as small forms of the ones here."""
+_URL = re.compile(r"(https?)://([^/?#]*)([^#]*)(?:#.*)?", _NO_CASE)
+_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::([0-9]{1,5}))?")
 """Host and port; no name of a user, in which a host may hide."""
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\\ud800-\udfff]")
-_DATA_URL = re.compile(r"data:([^;,]*)((?:;[^;,]*)*),", re.IGNORECASE)
-_FILE_URL = re.compile(r"file://(?:localhost)?(/.*)", re.IGNORECASE)
+_DATA_URL = re.compile(r"data:([^;,]*)((?:;[^;,]*)*),", _NO_CASE)
+_FILE_URL = re.compile(r"file://(?:localhost)?(/.*)", _NO_CASE)
 _IN_IPV6 = tuple(map(ipaddress.IPv6Network, ("::/96", "::ffff:0:0:0/96", "64:ff9b::/96")))
 """Networks whose last 32 bits are an IPv4 address that somebody translates to."""
 _GLOBAL_IPV6 = ipaddress.IPv6Network("2000::/3")
@@ -175,13 +177,12 @@ def _exchange(sock: _TimedSocket, target: _Target, max_bytes: int) -> bytes | st
             raise refused(f"{target.host} sent it compressed, which was not asked for")
         if response.length is not None and response.length > max_bytes:
             raise _too_long(max_bytes)
-        pieces = []
+        body = bytearray()  # pieces of a byte or two would take many times their size
         while piece := response.read1(_PIECE):
-            pieces.append(piece)
-            max_bytes -= len(piece)
-            if max_bytes < 0:
-                raise _too_long(max_bytes + sum(map(len, pieces)))
-        return b"".join(pieces)
+            body += piece
+            if len(body) > max_bytes:
+                raise _too_long(max_bytes)
+        return bytes(body)
 
 
 def parse_url(url: str) -> _Target:
