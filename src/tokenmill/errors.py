@@ -126,6 +126,13 @@ class EngineDeadError(TokenmillError):
     code = "engine_dead"
 
 
+def invalid(where: str, what: str) -> InvalidRequestError:
+    """That the parameter at the path `where` is not as it must be; `what` goes on after its name,
+    without a full stop.
+    """
+    return InvalidRequestError(f"{where} {what}.", parameter=where)
+
+
 def shown(value: object) -> str:
     """`repr(value)` for a message: short, whatever the value is."""
     try:

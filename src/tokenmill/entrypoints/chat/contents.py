@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.entrypoints.chat.content_forms import content_forms
 from tokenmill.entrypoints.chat.marks import Marks
 from tokenmill.entrypoints.chat.templates import ChatTemplate
-from tokenmill.errors import InvalidRequestError
+from tokenmill.errors import invalid
 
 if TYPE_CHECKING:
     from tokenmill.features.multimodal.images import ImagePart
@@ -65,14 +65,14 @@ class Contents:
         if isinstance(content, str):
             return [content]
         if isinstance(content, Mapping) or not isinstance(content, Sequence):
-            raise _invalid(where, "must be a string or a list of parts")
+            raise invalid(where, "must be a string or a list of parts")
         return [self._part(part, f"{where}[{i}]") for i, part in enumerate(content)]
 
     def _part(self, part: Any, where: str) -> str | None:
         if isinstance(part, str):
             return part
         if not isinstance(part, Mapping):
-            raise _invalid(where, "must be an object with a type")
+            raise invalid(where, "must be an object with a type")
         kind = part.get("type")
         image_fields = _IMAGE_PARTS.get(kind) if isinstance(kind, str) else None
         if image_fields and self._marks is not None:
@@ -81,13 +81,13 @@ class Contents:
             return None
         if kind not in _TEXT_PARTS:
             if image_fields:
-                raise _invalid(f"{where}.type", "says image, but this model takes text only")
+                raise invalid(f"{where}.type", "says image, but this model takes text only")
             known = "text only" if self._marks is None else "text and image_url"
-            raise _invalid(
+            raise invalid(
                 f"{where}.type", f"is {str(kind)[:40]!r}; this model takes parts of type {known}"
             )
         if not isinstance(part.get("text"), str):
-            raise _invalid(f"{where}.text", "must be a string")
+            raise invalid(f"{where}.text", "must be a string")
         return str(part["text"])
 
 
@@ -96,22 +96,18 @@ def _image(part: Mapping[str, Any], fields: tuple[str, ...], where: str) -> Imag
 
     name = next((each for each in fields if part.get(each) is not None), None)
     if name is None:
-        raise _invalid(f"{where}.{fields[0]}", "is missing; it holds the image or its URL")
+        raise invalid(f"{where}.{fields[0]}", "is missing; it holds the image or its URL")
     source, where = part[name], f"{where}.{name}"
     detail = part.get("detail")
     if isinstance(source, Mapping):
         detail = source.get("detail", detail)
         if not isinstance(source.get("url"), str):
-            raise _invalid(f"{where}.url", "must be a string, the URL of an image")
+            raise invalid(f"{where}.url", "must be a string, the URL of an image")
         source = source["url"]
     if detail is not None and detail not in _DETAILS:
-        raise _invalid(f"{where}.detail", f"must be one of {', '.join(_DETAILS)}")
+        raise invalid(f"{where}.detail", f"must be one of {', '.join(_DETAILS)}")
     return ImagePart(source, where)
 
 
 def _part_of(part: str | None) -> dict[str, str]:
     return {"type": "image"} if part is None else {"type": "text", "text": part}
-
-
-def _invalid(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} {what}.", parameter=where)

@@ -17,7 +17,7 @@ from tokenmill.entrypoints.chat.contents import Contents
 from tokenmill.entrypoints.chat.system_turns import placed_system_messages
 from tokenmill.entrypoints.chat.templates import ChatTemplate
 from tokenmill.entrypoints.parsers.custom_calls import CUSTOM_INPUT
-from tokenmill.errors import InvalidRequestError
+from tokenmill.errors import invalid
 
 Message = Mapping[str, Any]
 """`role`, `content`, and for some roles `tool_calls`, `tool_call_id`, `name`, ..."""
@@ -40,9 +40,9 @@ def normalise_messages(
     Raises `InvalidRequestError` that names the field, such as `messages[2].content`.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise _invalid("messages", "must be a list of messages, each with role and content")
+        raise invalid("messages", "must be a list of messages, each with role and content")
     if not messages:
-        raise _invalid("messages", "is empty; it needs at least one message")
+        raise invalid("messages", "is empty; it needs at least one message")
     contents = contents or Contents(template, None)
     normal = [
         _message(message, f"messages[{i}]", template, contents)
@@ -55,7 +55,7 @@ def _message(
     message: Any, where: str, template: ChatTemplate, contents: Contents
 ) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _invalid(where, "must be an object with role and content")
+        raise invalid(where, "must be an object with role and content")
     known = ("role", "content", "tool_calls")
     normal = {
         key: plain(value, f"{where}.{key}")
@@ -65,10 +65,10 @@ def _message(
     role = _role(message.get("role"), f"{where}.role", template)
     calls = _tool_calls(message.get("tool_calls"), f"{where}.tool_calls")
     if calls and role != "assistant":
-        raise _invalid(f"{where}.tool_calls", f"belongs to the assistant, not to role {role!r}")
+        raise invalid(f"{where}.tool_calls", f"belongs to the assistant, not to role {role!r}")
     content = message.get("content")
     if content is None and role != "assistant":
-        raise _invalid(f"{where}.content", "is missing; it must be a string or a list of parts")
+        raise invalid(f"{where}.content", "is missing; it must be a string or a list of parts")
     normal = {"role": role, "content": contents.read(content, f"{where}.content"), **normal}
     normal |= _reasoning(normal, where, template)
     return _with_calls(normal, calls, template) if calls else normal
@@ -90,9 +90,9 @@ def _with_calls(
 
 def _role(role: Any, where: str, template: ChatTemplate) -> str:
     if role is None:
-        raise _invalid(where, f"is missing; it must be one of {', '.join(ROLES)}")
+        raise invalid(where, f"is missing; it must be one of {', '.join(ROLES)}")
     if not isinstance(role, str) or not (role in ROLES or template.mentions(role)):
-        raise _invalid(where, f"is {str(role)[:40]!r}; it must be one of {', '.join(ROLES)}")
+        raise invalid(where, f"is {str(role)[:40]!r}; it must be one of {', '.join(ROLES)}")
     return "system" if role == "developer" and not template.mentions(role) else role
 
 
@@ -101,7 +101,7 @@ def _reasoning(message: Mapping[str, Any], where: str, template: ChatTemplate) -
     given = [name for name in _REASONING_NAMES if message.get(name) is not None]
     for name in given:
         if not isinstance(message[name], str):
-            raise _invalid(f"{where}.{name}", "must be a string")
+            raise invalid(f"{where}.{name}", "must be a string")
     if not given or message["role"] != "assistant":
         return {}
     names = [*_REASONING_NAMES]
@@ -114,7 +114,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if calls is None:
         return []
     if isinstance(calls, str | Mapping) or not isinstance(calls, Sequence):
-        raise _invalid(where, "must be a list")
+        raise invalid(where, "must be a list")
     return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
@@ -123,9 +123,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(call, Mapping) and call.get("type") == "custom":
         call, function = _as_function_call(call, f"{where}.custom")
     if not isinstance(function, Mapping):
-        raise _invalid(f"{where}.function", "must be an object with name and arguments")
+        raise invalid(f"{where}.function", "must be an object with name and arguments")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise _invalid(f"{where}.function.name", "must be a string that is not empty")
+        raise invalid(f"{where}.function.name", "must be a string that is not empty")
     arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
     extra = {key: value for key, value in call.items() if key != "function" and value is not None}
     return {
@@ -139,7 +139,7 @@ def _as_function_call(call: Mapping[str, Any], where: str) -> tuple[Mapping[str,
     """(the call of a custom tool without what is special about it, its function)"""
     custom = call.get("custom")
     if not isinstance(custom, Mapping) or not isinstance(custom.get(CUSTOM_INPUT), str):
-        raise _invalid(where, "must be an object with name and input")
+        raise invalid(where, "must be an object with name and input")
     plain_call = {key: value for key, value in call.items() if key not in ("type", "custom")}
     arguments = {CUSTOM_INPUT: custom[CUSTOM_INPUT]}
     return plain_call, {"name": custom.get("name"), "arguments": arguments}
@@ -150,11 +150,11 @@ def _arguments(arguments: Any, where: str) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
-            raise _invalid(where, f"is no JSON: {error}") from error
+            raise invalid(where, f"is no JSON: {error}") from error
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping):
-        raise _invalid(where, "must be an object, or one written as JSON")
+        raise invalid(where, "must be an object, or one written as JSON")
     normal: dict[str, Any] = plain(arguments, where)
     return normal
 
@@ -166,7 +166,7 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
     `InvalidRequestError` for such objects, and for data nested too deep.
     """
     if depth > _MAX_DEPTH:
-        raise _invalid(where, f"is nested deeper than {_MAX_DEPTH} levels")
+        raise invalid(where, f"is nested deeper than {_MAX_DEPTH} levels")
     if value is None or type(value) in (str, int, float, bool):
         return value
     # Subclasses, such as enums, may bring methods of their own.
@@ -180,8 +180,4 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
         return {str(key): plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-    raise _invalid(where, f"is of type {type(value).__name__}, which is no JSON value")
-
-
-def _invalid(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} {what}.", parameter=where)
+    raise invalid(where, f"is of type {type(value).__name__}, which is no JSON value")

@@ -29,7 +29,7 @@ from tokenmill.entrypoints.parsers.registry import (
     TOOL_FORMATS,
     ToolFormat,
 )
-from tokenmill.errors import InvalidRequestError, shown
+from tokenmill.errors import InvalidRequestError, invalid, shown
 from tokenmill.structured_outputs import StructuredOutputsParams
 from tokenmill.tokenizer.reasoning import REASONING_FORMATS
 
@@ -240,12 +240,12 @@ def _read_tools(given: list[dict[str, Any]] | None) -> list[Tool]:
     if not given:
         return []
     if len(given) > MAX_TOOLS:
-        raise _invalid("tools", f"holds {len(given)} tools; the limit is {MAX_TOOLS}")
+        raise invalid("tools", f"holds {len(given)} tools; the limit is {MAX_TOOLS}")
     tools = [_read_tool(each, f"tools[{i}]") for i, each in enumerate(given)]
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
-            raise _invalid(tool.place, f"has the name of another tool, {shown(tool.name)}")
+            raise invalid(tool.place, f"has the name of another tool, {shown(tool.name)}")
         names.add(tool.name)
     return tools
 
@@ -253,31 +253,31 @@ def _read_tools(given: list[dict[str, Any]] | None) -> list[Tool]:
 def _read_tool(given: dict[str, Any], place: str) -> Tool:
     kind = given.get("type", "function")
     if kind not in ("function", "custom"):
-        raise _invalid(
+        raise invalid(
             f"{place}.type", f"is {shown(kind)}; this server knows functions and custom tools"
         )
     function = given.get(kind)
     if not isinstance(function, dict):
-        raise _invalid(f"{place}.{kind}", "must be an object with a name")
+        raise invalid(f"{place}.{kind}", "must be an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or _TOOL_NAME.fullmatch(name) is None:
-        raise _invalid(
+        raise invalid(
             f"{place}.{kind}.name",
             f"must be a string of 1 to {MAX_NAME_LENGTH} letters, digits and _ - . : /",
         )
     description = function.get("description")
     if description is not None and not isinstance(description, str):
-        raise _invalid(f"{place}.{kind}.description", "must be a string")
+        raise invalid(f"{place}.{kind}.description", "must be a string")
     if kind == "custom":
         pattern = _pattern(function.get("format"), f"{place}.custom.format")
         schema, is_strict = custom_parameters(pattern), pattern is not None
         return Tool(name, schema, is_strict, place, is_custom=True)
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise _invalid(f"{place}.function.parameters", "must be an object, a JSON schema")
+        raise invalid(f"{place}.function.parameters", "must be an object, a JSON schema")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise _invalid(f"{place}.function.strict", "must be true or false")
+        raise invalid(f"{place}.function.strict", "must be true or false")
     return Tool(name, parameters, bool(strict), place)
 
 
@@ -287,11 +287,11 @@ def _pattern(form: Any, place: str) -> str | None:
     if kind == "text":
         return None
     if kind != "grammar":
-        raise _invalid(f"{place}.type", f"is {shown(kind)}; it must be text or grammar")
+        raise invalid(f"{place}.type", f"is {shown(kind)}; it must be text or grammar")
     grammar = form.get("grammar")
     definition = grammar.get("definition") if isinstance(grammar, dict) else None
     if not isinstance(definition, str) or grammar.get("syntax") != "regex":
-        raise _invalid(
+        raise invalid(
             f"{place}.grammar",
             "must have the syntax regex and a definition; others cannot be enforced within a call",
         )
@@ -304,19 +304,19 @@ def _read_choice(choice: Any, tools: list[Tool]) -> tuple[str, list[Tool]]:
         return ("auto" if tools else "none"), tools
     if isinstance(choice, str):
         if choice not in MODES:
-            raise _invalid(
+            raise invalid(
                 "tool_choice",
                 f"is {shown(choice)}; it must be one of {', '.join(MODES)}, or an object",
             )
         if choice == "required" and not tools:
-            raise _invalid("tool_choice", "is 'required', but there are no tools")
+            raise invalid("tool_choice", "is 'required', but there are no tools")
         return choice, tools
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind in ("function", "custom"):
         return NAMED, [_named(_name_of(choice), tools)]
     if kind == "allowed_tools":
         return _allowed(choice.get("allowed_tools"), tools)
-    raise _invalid(
+    raise invalid(
         "tool_choice", "must be a mode, or an object of type 'function' or 'allowed_tools'"
     )
 
@@ -333,19 +333,15 @@ def _named(name: Any, tools: list[Tool]) -> Tool:
     for tool in tools:
         if tool.name == name:
             return tool
-    raise _invalid("tool_choice", f"names {shown(name)}, which is none of the tools")
+    raise invalid("tool_choice", f"names {shown(name)}, which is none of the tools")
 
 
 def _allowed(allowed: Any, tools: list[Tool]) -> tuple[str, list[Tool]]:
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
     listed = allowed.get("tools") if isinstance(allowed, dict) else None
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
-        raise _invalid(
+        raise invalid(
             "tool_choice.allowed_tools", "must have a mode, 'auto' or 'required', and tools"
         )
     wanted = {_named(_name_of(each), tools).name for each in listed}
     return mode, [tool for tool in tools if tool.name in wanted]
-
-
-def _invalid(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} {what}.", parameter=where)

@@ -11,7 +11,7 @@ from tokenmill.entrypoints.http.messages.turns import ChatTurns
 from tokenmill.entrypoints.http.prompts import check_num_values
 from tokenmill.entrypoints.http.protocol import ChatCompletionRequest
 from tokenmill.entrypoints.http.renames import Renames, rules
-from tokenmill.errors import InvalidRequestError, shown
+from tokenmill.errors import InvalidRequestError, invalid, shown
 
 _RULES = rules(
     {
@@ -62,13 +62,13 @@ def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        raise _invalid(
+        raise invalid(
             f"{where}.type",
             f"is {shown(kind)}; this server runs no tools itself and knows none by their type:"
             f" describe the tool with a name and an input_schema",
         )
     if not isinstance(tool.get("input_schema"), dict):
-        raise _invalid(f"{where}.input_schema", "must be an object, a JSON schema")
+        raise invalid(f"{where}.input_schema", "must be an object, a JSON schema")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     for name in ("description", "strict"):
         if tool.get(name) is not None:
@@ -85,10 +85,10 @@ def _set_choice(chat: ChatCompletionRequest, choice: dict[str, Any] | None) -> N
     elif isinstance(kind, str) and kind in _CHOICES:
         chat.tool_choice = _CHOICES[kind]
     else:
-        raise _invalid("tool_choice.type", f"is {shown(kind)}; it must be auto, any, tool or none")
+        raise invalid("tool_choice.type", f"is {shown(kind)}; it must be auto, any, tool or none")
     alone = choice.get("disable_parallel_tool_use")
     if alone is not None and not isinstance(alone, bool):
-        raise _invalid("tool_choice.disable_parallel_tool_use", "must be true or false")
+        raise invalid("tool_choice.disable_parallel_tool_use", "must be true or false")
     chat.parallel_tool_calls = not alone
 
 
@@ -103,13 +103,13 @@ def _set_thinking(
     if thinking is not None:
         kind = thinking.get("type")
         if kind not in _THINKING:
-            raise _invalid("thinking.type", f"is {shown(kind)}; it must be {', '.join(_THINKING)}")
+            raise invalid("thinking.type", f"is {shown(kind)}; it must be {', '.join(_THINKING)}")
         wanted = kind != "disabled"
         variables = {"enable_thinking": wanted, "thinking": wanted}
         if kind == "enabled":
             budget = thinking.get("budget_tokens")
             if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-                raise _invalid("thinking.budget_tokens", "must be an integer of at least 1")
+                raise invalid("thinking.budget_tokens", "must be an integer of at least 1")
             if settings.reasoning_parser is not None:
                 chat.thinking_token_budget = budget
         if thinking.get("display") == "omitted":
@@ -123,14 +123,14 @@ def _set_output(chat: ChatCompletionRequest, request: CountTokensRequest) -> Non
     config: Mapping[str, Any] = request.output_config or {}
     effort = config.get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise _invalid("output_config.effort", "must be a string")
+        raise invalid("output_config.effort", "must be a string")
     chat.reasoning_effort = effort
     name = "output_config.format" if config.get("format") is not None else "output_format"
     form = config.get("format") or request.output_format
     if form is None:
         return
     if not isinstance(form, dict) or form.get("type") != "json_schema":
-        raise _invalid(name, "must be an object of type json_schema with a schema")
+        raise invalid(name, "must be an object of type json_schema with a schema")
     schema = {"name": "answer", "schema": form.get("schema")}
     chat.response_format = {"type": "json_schema", "json_schema": schema}
 
@@ -141,7 +141,7 @@ def _continue_answer(chat: ChatCompletionRequest, num_messages: int) -> None:
     if last["role"] != "assistant":
         return
     if "tool_calls" in last:
-        raise _invalid(
+        raise invalid(
             f"messages[{num_messages - 1}]",
             "calls tools, and their results are missing; send them as tool_result blocks in a"
             " user's message",
@@ -151,17 +151,14 @@ def _continue_answer(chat: ChatCompletionRequest, num_messages: int) -> None:
 
 def _set_sampling(chat: ChatCompletionRequest, request: MessagesRequest) -> None:
     if request.mcp_servers:
-        raise _invalid("mcp_servers", "is not supported by this server; leave it out")
+        raise invalid("mcp_servers", "is not supported by this server; leave it out")
     if request.max_tokens < 0:
-        raise _invalid("max_tokens", f"={request.max_tokens} must be at least 0")
+        raise InvalidRequestError(
+            f"max_tokens={request.max_tokens} must be at least 0.", parameter="max_tokens"
+        )
     # What reads a prompt into the cache is the generation of a token that nobody gets to see.
     chat.max_tokens = max(1, request.max_tokens)
     chat.stop = request.stop_sequences
     for name in ("temperature", "top_p", "top_k", "stream", "seed", "priority", "cache_salt"):
         setattr(chat, name, getattr(request, name))
     chat.timeout = request.timeout
-
-
-def _invalid(where: str, what: str) -> InvalidRequestError:
-    gap = "" if what.startswith("=") else " "
-    return InvalidRequestError(f"{where}{gap}{what}.", parameter=where)

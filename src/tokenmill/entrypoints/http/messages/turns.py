@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tokenmill.errors import InvalidRequestError, shown
+from tokenmill.errors import InvalidRequestError, invalid, shown
 
 ROLES = ("user", "assistant", "system")
 _BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(\n|\Z)", re.IGNORECASE)
@@ -45,7 +45,7 @@ class ChatTurns:
     def turns(self, messages: list[dict[str, Any]]) -> None:
         """The conversation. Raises `InvalidRequestError` that names the field."""
         if not messages:
-            raise _invalid("messages", "is empty; it needs at least one message")
+            raise invalid("messages", "is empty; it needs at least one message")
         for role, where, blocks in _merged(messages):
             if role == "assistant":
                 self._assistant(where, blocks)
@@ -57,7 +57,7 @@ class ChatTurns:
 
     def _user(self, where: str, blocks: list[Block]) -> None:
         if not blocks:
-            raise _invalid(f"{where}.content", "is empty; it needs at least one block")
+            raise invalid(f"{where}.content", "is empty; it needs at least one block")
         parts: list[tuple[str, dict[str, Any]]] = []
         for place, block in blocks:
             if block["type"] == "tool_result":
@@ -111,7 +111,7 @@ class ChatTurns:
         call_id, name = _string(block, "id", where), _string(block, "name", where)
         arguments = block.get("input")
         if not isinstance(arguments, dict):
-            raise _invalid(f"{where}.input", "must be an object")
+            raise invalid(f"{where}.input", "must be an object")
         self._call_names[call_id] = name
         function = {"name": name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
@@ -145,12 +145,10 @@ def _merged(messages: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[Blo
         where = f"messages[{i}]"
         role = message.get("role")
         if role not in ROLES:
-            raise _invalid(f"{where}.role", f"is {shown(role)}; it must be {' or '.join(ROLES)}")
+            raise invalid(f"{where}.role", f"is {shown(role)}; it must be {' or '.join(ROLES)}")
         content = message.get("content")
         if content is None:
-            raise _invalid(
-                f"{where}.content", "is missing; it must be a string or a list of blocks"
-            )
+            raise invalid(f"{where}.content", "is missing; it must be a string or a list of blocks")
         blocks = list(_blocks(content, f"{where}.content"))
         if turn is not None and turn[0] == role:
             turn[2].extend(blocks)
@@ -168,11 +166,11 @@ def _blocks(content: Any, where: str) -> Iterator[Block]:
         yield where, {"type": "text", "text": content}
         return
     if not isinstance(content, list):
-        raise _invalid(where, "must be a string or a list of blocks")
+        raise invalid(where, "must be a string or a list of blocks")
     for i, block in enumerate(content):
         place = f"{where}[{i}]"
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise _invalid(place, "must be an object with a type")
+            raise invalid(place, "must be an object with a type")
         yield place, block
 
 
@@ -219,7 +217,7 @@ def _document(where: str, block: dict[str, Any]) -> list[tuple[str, dict[str, An
                 raise _unknown(place, each["type"])
             parts += _parts(place, each)
         return parts
-    raise _invalid(
+    raise invalid(
         f"{where}.source.type",
         f"is {shown(kind)}; this server reads documents of type text and content only",
     )
@@ -232,27 +230,23 @@ def _image_url(source: Any, where: str) -> str:
     if kind == "base64":
         media_type = _string(source, "media_type", where)
         return f"data:{media_type};base64,{_string(source, 'data', where)}"
-    raise _invalid(
+    raise invalid(
         f"{where}.type", f"is {shown(kind)}; this server takes images as base64 or by url only"
     )
 
 
 def _text_of(block: dict[str, Any], where: str) -> str:
     if block["type"] != "text":
-        raise _invalid(f"{where}.type", f"is {shown(block['type'])}; only text may stand here")
+        raise invalid(f"{where}.type", f"is {shown(block['type'])}; only text may stand here")
     return _string(block, "text", where)
 
 
 def _string(block: dict[str, Any], name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise _invalid(f"{where}.{name}", "must be a string")
+        raise invalid(f"{where}.{name}", "must be a string")
     return value
 
 
 def _unknown(where: str, kind: str) -> InvalidRequestError:
-    return _invalid(f"{where}.type", f"is {shown(kind)}, which this server does not take here")
-
-
-def _invalid(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} {what}.", parameter=where)
+    return invalid(f"{where}.type", f"is {shown(kind)}, which this server does not take here")

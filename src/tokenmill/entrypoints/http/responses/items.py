@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenmill.entrypoints.http.responses.tools import namespaced
 from tokenmill.entrypoints.parsers.custom_calls import CUSTOM_INPUT
-from tokenmill.errors import InvalidRequestError, shown
+from tokenmill.errors import invalid, shown
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -44,14 +44,14 @@ def checked_items(given: str | list[Item] | None) -> list[Item]:
         if kind is None:
             kind = "message" if "role" in item else "item_reference"
         if not isinstance(kind, str):
-            raise _invalid(f"input[{i}].type", "must be a string")
+            raise invalid(f"input[{i}].type", "must be a string")
         item = {**item, "type": kind}
         if kind == "message":
             item = _whole_message(item, f"input[{i}]")
         if item.get("id") is None and kind != "item_reference":
             item["id"] = new_id("item")
         if not isinstance(item.get("id"), str):
-            raise _invalid(f"input[{i}].id", "must be a string")
+            raise invalid(f"input[{i}].id", "must be a string")
         items.append(item)
     return items
 
@@ -59,14 +59,14 @@ def checked_items(given: str | list[Item] | None) -> list[Item]:
 def _whole_message(item: Item, where: str) -> Item:
     role, content = item.get("role"), item.get("content")
     if role not in ROLES:
-        raise _invalid(f"{where}.role", f"is {shown(role)}; it must be {', '.join(ROLES)}")
+        raise invalid(f"{where}.role", f"is {shown(role)}; it must be {', '.join(ROLES)}")
     if isinstance(content, str):
         if role == "assistant":
             content = [{"type": "output_text", "text": content, "annotations": []}]
         else:
             content = [{"type": "input_text", "text": content}]
     if not isinstance(content, list):
-        raise _invalid(f"{where}.content", "must be a string or a list of parts")
+        raise invalid(f"{where}.content", "must be a string or a list of parts")
     return {"status": "completed", **item, "content": content}
 
 
@@ -107,7 +107,7 @@ class ChatItems:
         elif kind in _OUTPUTS:
             self._output(where, item)
         else:
-            raise _invalid(f"{where}.type", f"is {shown(kind)}, which this server does not take")
+            raise invalid(f"{where}.type", f"is {shown(kind)}, which this server does not take")
 
     def _message(self, where: str, item: Item) -> None:
         role = item["role"]
@@ -129,11 +129,11 @@ class ChatItems:
             if parts is None or texts:
                 continue
             if not isinstance(parts, list):
-                raise _invalid(f"{where}.{name}", "must be a list of parts")
+                raise invalid(f"{where}.{name}", "must be a list of parts")
             for i, part in enumerate(parts):
                 text = part.get("text") if isinstance(part, dict) else None
                 if not isinstance(text, str):
-                    raise _invalid(f"{where}.{name}[{i}].text", "must be a string")
+                    raise invalid(f"{where}.{name}[{i}].text", "must be a string")
                 texts.append(text)
         if texts:
             self._own(where, may_follow=())["reasoning_content"] = "\n".join(texts)
@@ -166,7 +166,7 @@ class ChatItems:
             self._add(where, {**message, "content": output})
             return
         if not isinstance(output, list):
-            raise _invalid(f"{where}.output", "must be a string or a list of parts")
+            raise invalid(f"{where}.output", "must be a string or a list of parts")
         parts = [(f"{where}.output[{i}]", part) for i, part in enumerate(output)]
         self._add_parts(where, message, parts)
 
@@ -202,7 +202,7 @@ class ChatItems:
 def _as_parts(content: Any, where: str) -> list[Any]:
     if isinstance(content, list):
         return content
-    raise _invalid(where, "must be a string or a list of parts")
+    raise invalid(where, "must be a string or a list of parts")
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     if kind == "input_image":
         url = part.get("image_url")
         if not isinstance(url, str):
-            raise _invalid(f"{where}.image_url", "must be a string; files are not kept here")
+            raise invalid(f"{where}.image_url", "must be a string; files are not kept here")
         return {"type": "image_url", "image_url": {"url": url}}
     return {"type": "text", "text": _text(part, where)}
 
@@ -219,14 +219,14 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 def _text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise _invalid(f"{where}.type", f"is {shown(kind)}, which this server does not take here")
+        raise invalid(f"{where}.type", f"is {shown(kind)}, which this server does not take here")
     return _string(part, _TEXT_PARTS[kind], where)
 
 
 def _string(item: Item, name: str, where: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise _invalid(f"{where}.{name}", "must be a string")
+        raise invalid(f"{where}.{name}", "must be a string")
     return value
 
 
@@ -236,7 +236,3 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _invalid(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} {what}.", parameter=where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenmill.errors import InvalidRequestError, shown
+from tokenmill.errors import invalid, shown
 
 _FIELDS = {
     "function": ("name", "description", "parameters", "strict"),
@@ -34,11 +34,11 @@ class ChatTools:
     def _add_namespace(self, namespace: dict[str, Any], where: str) -> None:
         name, tools = namespace.get("name"), namespace.get("tools")
         if not isinstance(name, str) or not isinstance(tools, list):
-            raise _invalid(where, "must have a name and a list of tools")
+            raise invalid(where, "must have a name and a list of tools")
         for i, tool in enumerate(tools):
             place = f"{where}.tools[{i}]"
             if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
-                raise _invalid(place, "must be an object with a name")
+                raise invalid(place, "must be an object with a name")
             whole = namespaced(name, tool["name"])
             self.namespaces[whole] = name, tool["name"]
             self._add({**tool, "name": whole}, place)
@@ -46,7 +46,7 @@ class ChatTools:
     def _add(self, tool: dict[str, Any], where: str) -> None:
         kind = tool.get("type")
         if not isinstance(kind, str) or kind not in _FIELDS:
-            raise _invalid(
+            raise invalid(
                 f"{where}.type",
                 f"is {shown(kind)}; this server runs no tools itself: send functions and custom"
                 f" tools",
@@ -87,7 +87,7 @@ def chat_choice(choice: Any, given: list[dict[str, Any]]) -> Any:
                 _check_kind(tool, given, f"tool_choice.tools[{i}]")
         allowed = {"mode": choice.get("mode"), "tools": tools}
         return {"type": "allowed_tools", "allowed_tools": allowed}
-    raise _invalid(
+    raise invalid(
         "tool_choice",
         "must be none, auto or required, or an object of type function, custom or allowed_tools",
     )
@@ -97,8 +97,4 @@ def _check_kind(choice: dict[str, Any], given: list[dict[str, Any]], where: str)
     """What a choice names must be a tool of that type."""
     kind, name = choice.get("type"), choice.get("name")
     if not any(tool["type"] == kind and tool.get("name") == name for tool in given):
-        raise _invalid(where, f"names {shown(name)}, which is no tool of type {shown(kind)}")
-
-
-def _invalid(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} {what}.", parameter=where)
+        raise invalid(where, f"names {shown(name)}, which is no tool of type {shown(kind)}")

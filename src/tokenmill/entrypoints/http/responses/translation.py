@@ -10,7 +10,7 @@ from tokenmill.entrypoints.http.renames import Renames, rules
 from tokenmill.entrypoints.http.responses.items import ChatItems, Item
 from tokenmill.entrypoints.http.responses.protocol import InputTokensRequest, ResponsesRequest
 from tokenmill.entrypoints.http.responses.tools import ChatTools, chat_choice
-from tokenmill.errors import InvalidRequestError, shown
+from tokenmill.errors import invalid, shown
 
 LOGPROBS = "message.output_text.logprobs"
 """In `include`: log-probabilities are wanted."""
@@ -41,9 +41,9 @@ def chat_of(
     """
     check_num_values({"input": items, "previous_response_id": history, "tools": request.tools})
     if request.truncation not in TRUNCATIONS:
-        raise _invalid("truncation", f"is {shown(request.truncation)}; it must be auto or disabled")
+        raise invalid("truncation", f"is {shown(request.truncation)}; it must be auto or disabled")
     if not items and not history:
-        raise _invalid("input", "is empty; it needs at least one item")
+        raise invalid("input", "is empty; it needs at least one item")
     chat_items = ChatItems()
     chat_items.instructions(request.instructions)
     chat_items.history(history)
@@ -65,7 +65,7 @@ def _set_form(chat: ChatCompletionRequest, text: dict[str, Any]) -> None:
     if form is None:
         return
     if not isinstance(form, dict):
-        raise _invalid("text.format", "must be an object with a type")
+        raise invalid("text.format", "must be an object with a type")
     if form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": form}
     chat.response_format = form
@@ -74,7 +74,7 @@ def _set_form(chat: ChatCompletionRequest, text: dict[str, Any]) -> None:
 def _set_effort(chat: ChatCompletionRequest, request: InputTokensRequest) -> None:
     effort = (request.reasoning or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
-        raise _invalid("reasoning.effort", "must be a string")
+        raise invalid("reasoning.effort", "must be a string")
     variables: dict[str, Any] = {}
     if effort == "none":
         variables = {"enable_thinking": False, "thinking": False}
@@ -86,7 +86,7 @@ def _set_effort(chat: ChatCompletionRequest, request: InputTokensRequest) -> Non
 def _set_sampling(chat: ChatCompletionRequest, request: ResponsesRequest) -> None:
     for name in ("conversation", "prompt"):
         if getattr(request, name) is not None:
-            raise _invalid(name, "is not supported by this server; leave it out")
+            raise invalid(name, "is not supported by this server; leave it out")
     _check_metadata(request.metadata or {})
     chat.max_completion_tokens = request.max_output_tokens
     for name in (
@@ -97,20 +97,16 @@ def _set_sampling(chat: ChatCompletionRequest, request: ResponsesRequest) -> Non
     if request.top_logprobs or LOGPROBS in (request.include or ()):
         chat.logprobs, chat.top_logprobs = True, request.top_logprobs or 0
     elif request.top_logprobs is not None and request.top_logprobs < 0:
-        raise _invalid("top_logprobs", "must be at least 0")
+        raise invalid("top_logprobs", "must be at least 0")
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:
     if len(metadata) > _MAX_METADATA:
-        raise _invalid("metadata", f"has {len(metadata)} entries; the limit is {_MAX_METADATA}")
+        raise invalid("metadata", f"has {len(metadata)} entries; the limit is {_MAX_METADATA}")
     for key, value in metadata.items():
         if len(key) > _LONGEST_KEY or len(value) > _LONGEST_VALUE:
-            raise _invalid(
+            raise invalid(
                 "metadata",
                 f"has an entry that is too long; keys have up to {_LONGEST_KEY} characters, values"
                 f" up to {_LONGEST_VALUE}",
             )
-
-
-def _invalid(where: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{where} {what}.", parameter=where)
