@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +37,13 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 50
 _LINGER_MS = 500
 
+Frame = bytes | memoryview
+
 
 @dataclass(slots=True)
 class _Held:
     job_id: int
+    request_id: str
     blocks: dict[bytes, BlockCopy]
     expires: float
 
@@ -66,6 +70,9 @@ class Giver:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
+        """By names that nobody guesses, and that no engine before this one gave: whoever comes for
+        what that one held must not end what this one holds.
+        """
         self._is_closing = False
         self._context = zmq.Context(io_threads=1)
         self._socket = self._listen()
@@ -75,15 +82,17 @@ class Giver:
         self._thread.start()
 
     def hold(self, job_id: int, request_id: str, blocks: Sequence[BlockCopy]) -> Mapping[str, Any]:
-        """Hand out these blocks under this name; what others must be told."""
+        """Hand out these blocks; what others must be told. `request_id` is for the log."""
         expires = time.monotonic() + self._config.lease_seconds
+        by_key = {each.key: each for each in blocks}
+        name = secrets.token_hex(16)
         with self._lock:
-            self._held[request_id] = _Held(job_id, {each.key: each for each in blocks}, expires)
+            self._held[name] = _Held(job_id, request_id, by_key, expires)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._config.engine_id,
-            "remote_request_id": request_id,
+            "remote_request_id": name,
             "remote_host": self._config.host,
             "remote_port": self.port,
             "tp_size": 1,
@@ -124,7 +133,7 @@ class Giver:
         self._socket.close()
         self._context.term()
 
-    def _answer(self, frame: bytes) -> list[bytes]:
+    def _answer(self, frame: bytes) -> list[Frame]:
         """The frames of an answer; none to a release."""
         try:
             return self._answer_question(decode_question(frame))
@@ -134,7 +143,7 @@ class Giver:
             logger.exception("KV transfer: blocks could not be given")
             return [encode(Refused("the blocks could not be read"))]
 
-    def _answer_question(self, question: Question) -> list[bytes]:
+    def _answer_question(self, question: Question) -> list[Frame]:
         if not isinstance(question, Fetch):
             self._end(question.request_id)
             return []
@@ -154,19 +163,20 @@ class Giver:
             found = [held.blocks[key] for key in question.keys if key in held.blocks]
         return Found([block.key for block in found]), found
 
-    def _bytes_of(self, block: BlockCopy) -> bytes:
-        return self._pool.read(block.group, [block.block_id]).numpy().tobytes()
+    def _bytes_of(self, block: BlockCopy) -> memoryview:
+        return self._pool.read(block.group, [block.block_id])[0].numpy().data
 
     def _end_leases(self) -> None:
         now = time.monotonic()
         with self._lock:
-            overdue = [name for name, held in self._held.items() if held.expires <= now]
-        for name in overdue:
-            logger.warning("KV transfer: nobody has fetched the blocks of request %s", name)
+            overdue = [each for each in self._held.items() if each[1].expires <= now]
+        for name, held in overdue:
+            request_id = held.request_id
+            logger.warning("KV transfer: nobody has fetched the blocks of request %s", request_id)
             self._end(name)
 
-    def _end(self, request_id: str) -> None:
+    def _end(self, name: str) -> None:
         with self._lock:
-            held = self._held.pop(request_id, None)
+            held = self._held.pop(name, None)
         if held is not None:
             self._on_end(Transferred(held.job_id))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
+import numpy as np
 import torch
 import zmq
 
@@ -161,7 +162,7 @@ def _read(
     found = [by_key[key] for key in answer.keys if key in by_key]
     if len(found) != len(rows) or any(len(row) != num_bytes for row in rows):
         raise FetchError("the answer does not hold the blocks that it names")
-    data = torch.empty(len(found), num_bytes, dtype=torch.uint8)
+    data = np.empty((len(found), num_bytes), np.uint8)
     for place, row in zip(data, rows, strict=True):
-        place.copy_(torch.frombuffer(bytearray(row), dtype=torch.uint8))
-    return found, data
+        place[:] = np.frombuffer(row, np.uint8)
+    return found, torch.from_numpy(data)
