@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from helpers.core import create_kv_cache_config
 from helpers.fake_engine import engine_config
-from tokenmill.simulate.cost import CostModel, FixedCost
+from tokenmill.simulate.cost import CostModel
 from tokenmill.simulate.options import SimulateOptions
 from tokenmill.simulate.recorder import Recorder
 from tokenmill.simulate.report import SimulationReport, report_of
 from tokenmill.simulate.requests import SimulatedRequest
 from tokenmill.simulate.routing import ROUTERS
 from tokenmill.simulate.simulation import Simulation
+from tokenmill.simulate.work import StepWork
 from tokenmill.simulate.worker import SimulatedWorker
 from tokenmill.simulate.workload import RandomWorkload, Workload
+
+
+@dataclass(frozen=True)
+class FixedCost:
+    """Every step takes the same."""
+
+    step_seconds: float
+
+    def seconds(self, work: StepWork) -> float:
+        return self.step_seconds
 
 
 class Listed:
@@ -40,7 +51,7 @@ class SimulatedEngine:
         *,
         num_workers: int = 1,
         routing: str = "round_robin",
-        cost: CostModel = FixedCost(1.0),  # noqa: B008 (it is frozen)
+        cost: CostModel = FixedCost(1.0),
         num_blocks: int = 1000,
         block_size: int = 4,
         windows: tuple[int | None, ...] = (None,),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Protocol
 
 from tokenmill.config.memory import Weights
@@ -23,16 +22,6 @@ class CostModel(Protocol):
     def seconds(self, work: StepWork) -> float:
         """From its plan to its result."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedCost:
-    """Every step takes the same."""
-
-    step_seconds: float
-
-    def seconds(self, work: StepWork) -> float:
-        return self.step_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +52,12 @@ class WeightSizes:
         ]
         experts = _only(weights, [name for name in matrices if EXPERTS in name])
         dense = _only(weights, [name for name in matrices if EXPERTS not in name])
+        head = _only(weights, heads[:1])
         return cls(
             layer_bytes=dense.num_bytes,
             layer_values=dense.num_values,
-            head_bytes=_only(weights, heads[:1]).num_bytes,
-            head_values=sum(prod(weights.shapes[name]) for name in heads[:1]),
+            head_bytes=head.num_bytes,
+            head_values=head.num_values,
             expert_bytes=experts.num_bytes,
             expert_values=experts.num_values,
         )

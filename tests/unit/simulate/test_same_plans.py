@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from helpers.simulated import Listed
+from helpers.simulated import FixedCost, Listed
 from helpers.tiny import tiny_llama
 from tokenmill.entrypoints.bench.recorder import EngineParts
 from tokenmill.entrypoints.llm import LLM
 from tokenmill.sampling_params import RequestOutputKind, SamplingParams
-from tokenmill.simulate.cost import FixedCost
 from tokenmill.simulate.model import cache_of
 from tokenmill.simulate.recorder import Recorder
 from tokenmill.simulate.requests import SimulatedRequest
