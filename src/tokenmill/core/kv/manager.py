@@ -58,7 +58,7 @@ class PrefixCacheStats:
 
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
-    """Those among them not that were brought from outside for this request."""
+    """Without those that were brought from outside for this request."""
 
     def record(self, computed: ComputedBlocks, num_external_tokens: int = 0) -> None:
         self.num_queried_tokens += computed.num_queried_tokens
