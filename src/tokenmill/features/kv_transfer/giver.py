@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +42,6 @@ Frame = bytes | memoryview
 @dataclass(slots=True)
 class _Held:
     job_id: int
-    request_id: str
     blocks: dict[bytes, BlockCopy]
     expires: float
 
@@ -70,9 +68,6 @@ class Giver:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
-        """By names that nobody guesses, and that no engine before this one gave: whoever comes for
-        what that one held must not end what this one holds.
-        """
         self._is_closing = False
         self._context = zmq.Context(io_threads=1)
         self._socket = self._listen()
@@ -82,17 +77,15 @@ class Giver:
         self._thread.start()
 
     def hold(self, job_id: int, request_id: str, blocks: Sequence[BlockCopy]) -> Mapping[str, Any]:
-        """Hand out these blocks; what others must be told. `request_id` is for the log."""
+        """Hand out these blocks under this name; what others must be told."""
         expires = time.monotonic() + self._config.lease_seconds
-        by_key = {each.key: each for each in blocks}
-        name = secrets.token_hex(16)
         with self._lock:
-            self._held[name] = _Held(job_id, request_id, by_key, expires)
+            self._held[request_id] = _Held(job_id, {each.key: each for each in blocks}, expires)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._config.engine_id,
-            "remote_request_id": name,
+            "remote_request_id": request_id,
             "remote_host": self._config.host,
             "remote_port": self.port,
             "tp_size": 1,
@@ -169,14 +162,13 @@ class Giver:
     def _end_leases(self) -> None:
         now = time.monotonic()
         with self._lock:
-            overdue = [each for each in self._held.items() if each[1].expires <= now]
-        for name, held in overdue:
-            request_id = held.request_id
-            logger.warning("KV transfer: nobody has fetched the blocks of request %s", request_id)
+            overdue = [name for name, held in self._held.items() if held.expires <= now]
+        for name in overdue:
+            logger.warning("KV transfer: nobody has fetched the blocks of request %s", name)
             self._end(name)
 
-    def _end(self, name: str) -> None:
+    def _end(self, request_id: str) -> None:
         with self._lock:
-            held = self._held.pop(name, None)
+            held = self._held.pop(request_id, None)
         if held is not None:
             self._on_end(Transferred(held.job_id))
