@@ -17,7 +17,7 @@ from torch import nn
 from tokenmill.checkpoint.nested_config import DECODER_ARCHITECTURE
 from tokenmill.contracts.request import MultiModalFeature
 from tokenmill.errors import ConfigError
-from tokenmill.layers.kernels import LayerKernels, layer_kernels
+from tokenmill.layers.kernels import LayerKernels, layer_kernels, tower_kernels
 from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts
 from tokenmill.models.registry import get_model_class
@@ -38,7 +38,7 @@ class VisionLanguageModel(Decoder):
         """Parameters are allocated, not filled; `settings` are those of `Decoder`."""
         kernels = kernels or layer_kernels(dtype)
         super().__init__(hf_config, dtype=dtype, kernels=kernels, **settings)
-        self.add_tower(hf_config, TowerParts.beside(kernels, dtype))
+        self.add_tower(hf_config, TowerParts(dtype, tower_kernels(kernels, dtype)))
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:

@@ -12,11 +12,6 @@ from tokenmill.entrypoints.router.backend import Backend
 from tokenmill.entrypoints.router.responses import ResponseOwners
 from tokenmill.entrypoints.router.routing_keys import BLOCKS_PER_LOAD, RoutingKeys
 
-REASONS = ("prefix", "load", "session", "turn", "response", "only")
-"""Why a backend was chosen: it had some of the prompt, it had the least to do, it has the session,
-it was its turn, it has kept the response that a request is about, or there was no other one.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Pick:
@@ -24,6 +19,9 @@ class Pick:
 
     backend: Backend
     reason: str
+    """`prefix`: it had some of the prompt; `load`: the least to do; `session`: it has the session;
+    `turn`: it was its turn; `response`: it has kept the response that the request is about; `only`:
+    there was no other one."""
     num_matched: int = 0
     """Pieces of the prompt that it was sent before."""
 

@@ -267,8 +267,8 @@ class Images:
         return PreparedImage(
             content_hash,
             _as_tensors(processed),
-            list(processed.token_ids),
-            [(start, count) for start, count in processed.embed_spans],
+            processed.token_ids,
+            processed.embed_spans,
         )
 
 

@@ -23,7 +23,7 @@ IMAGE_PROCESSORS: dict[str, str] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
     "Qwen3VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
 }
-"""Architecture, as a config.json names it -> module of `processors`, and class."""
+"""Architecture, as a config.json names it -> module of `processors`, and what makes one there."""
 
 
 _REFUSED = {
@@ -108,14 +108,6 @@ class ImageProcessor(Protocol):
         ...
 
 
-class ImageProcessorClass(Protocol):
-    """How the registry makes one."""
-
-    def __call__(self, files: ProcessorFiles) -> ImageProcessor:
-        """Raises `ConfigError` for files that lack what the family needs."""
-        ...
-
-
 def takes_images(architecture: str) -> bool:
     """Whether models of this architecture take images."""
     return architecture in IMAGE_PROCESSORS
@@ -127,11 +119,16 @@ def why_no_images(architecture: str) -> str:
 
 
 def make_image_processor(architecture: str, files: ProcessorFiles) -> ImageProcessor:
-    """The processor of an architecture that `takes_images`, imported now."""
+    """The processor of an architecture that `takes_images`, imported now.
+
+    Raises `ConfigError` for files that lack what the family needs.
+    """
     module, _, name = IMAGE_PROCESSORS[architecture].partition(":")
     package = "tokenmill.features.multimodal.processors"
-    found: ImageProcessorClass = getattr(importlib.import_module(f"{package}.{module}"), name)
-    return found(files)
+    make: Callable[[ProcessorFiles], ImageProcessor] = getattr(
+        importlib.import_module(f"{package}.{module}"), name
+    )
+    return make(files)
 
 
 def refuse_unknown_options(options: Mapping[str, Any], known: tuple[str, ...]) -> None:

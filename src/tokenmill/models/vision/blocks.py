@@ -11,12 +11,13 @@ from torch import nn
 
 from tokenmill.errors import ConfigError, shown
 from tokenmill.layers.activations import read_activation
-from tokenmill.layers.kernels import LayerKernels, tower_kernels
+from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import LayerNorm, RMSNorm
 from tokenmill.layers.patch_attention import Angles, attend_patches
+from tokenmill.layers.patch_embedding import PatchEmbedding
 from tokenmill.models.config import GATES
 
 
@@ -27,15 +28,13 @@ class TowerParts:
     dtype: torch.dtype
     kernels: LayerKernels
 
-    @classmethod
-    def beside(cls, kernels: LayerKernels, dtype: torch.dtype) -> TowerParts:
-        """Those for a decoder on `kernels`."""
-        return cls(dtype, tower_kernels(kernels, dtype))
-
     def linear(
         self, in_features: int, out_features: int | Mapping[str, int], *, bias: bool = True
     ) -> Linear:
         return Linear(in_features, out_features, bias=bias, dtype=self.dtype, kernels=self.kernels)
+
+    def patch_embedding(self, patch: tuple[int, ...], size: int, *, bias: bool) -> PatchEmbedding:
+        return PatchEmbedding(patch, size, bias=bias, dtype=self.dtype, kernels=self.kernels)
 
     def layer_norm(self, size: int, eps: float) -> LayerNorm:
         return LayerNorm(size, eps, dtype=self.dtype, kernels=self.kernels)

@@ -19,7 +19,7 @@ from torch import nn
 
 from tokenmill.config.parameters import positive_int
 from tokenmill.layers.embedding import EmbeddingTable
-from tokenmill.layers.patch_embedding import PatchEmbedding, cut_patches
+from tokenmill.layers.patch_embedding import cut_patches
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
 from tokenmill.models.config import norm_eps
 from tokenmill.models.vision.blocks import PatchAttention, TowerMLP, TowerParts
@@ -71,12 +71,8 @@ class TowerEmbeddings(nn.Module):
         super().__init__()
         self.config = config
         size, patch = config.hidden_size, config.patch_size
-        self.patch_embedding = PatchEmbedding(
-            (config.num_channels, patch, patch),
-            size,
-            bias=not config.has_class_token,
-            dtype=parts.dtype,
-            kernels=parts.kernels,
+        self.patch_embedding = parts.patch_embedding(
+            (config.num_channels, patch, patch), size, bias=not config.has_class_token
         )
         self.position_embedding = EmbeddingTable(config.num_positions, size)
         self.class_embedding = (

@@ -16,7 +16,7 @@ from torch import nn
 
 from tokenmill.config.parameters import number, positive_int
 from tokenmill.layers.patch_attention import Angles
-from tokenmill.layers.patch_embedding import PatchEmbedding, cut_patches
+from tokenmill.layers.patch_embedding import cut_patches
 from tokenmill.models.vision.blocks import PatchAttention, TowerGatedMLP, TowerParts
 
 _EPS = 1e-5
@@ -63,12 +63,8 @@ class PixtralVisionModel(nn.Module):
         rope = hf_config.get("rope_parameters") or hf_config
         self.rope_theta = number(rope, "rope_theta", 10_000.0)
         channels = positive_int(hf_config, "num_channels", 3)
-        self.patch_conv = PatchEmbedding(
-            (channels, self.patch_size, self.patch_size),
-            size,
-            bias=False,
-            dtype=parts.dtype,
-            kernels=parts.kernels,
+        self.patch_conv = parts.patch_embedding(
+            (channels, self.patch_size, self.patch_size), size, bias=False
         )
         self.ln_pre = parts.rms_norm(size, _EPS)
         layers = nn.ModuleList(PixtralLayer(hf_config, parts) for _ in range(max(kept_layers)))

@@ -24,7 +24,6 @@ from tokenmill.errors import ConfigError, shown
 from tokenmill.kernels.gelu import gelu
 from tokenmill.layers.norm import LayerNorm, RMSNorm
 from tokenmill.layers.patch_attention import Angles
-from tokenmill.layers.patch_embedding import PatchEmbedding
 from tokenmill.models.vision.blocks import PatchAttention, TowerGatedMLP, TowerMLP, TowerParts
 
 _EPS = 1e-6
@@ -83,6 +82,11 @@ class QwenTowerConfig:
             window_size=positive_int(config, "window_size") if has_windows else None,
             full_layers=_full_layers(config) if has_windows else frozenset(),
         )
+
+    @property
+    def patch(self) -> tuple[int, int, int, int]:
+        """Values of a patch: channels, frames, height, width."""
+        return self.num_channels, self.num_frames, self.patch_size, self.patch_size
 
     @property
     def window_squares(self) -> int | None:
@@ -163,10 +167,7 @@ class QwenVisionTransformer(nn.Module):
         super().__init__()
         config = QwenTowerConfig.from_hf(hf_config)
         self.config = config
-        patch = (config.num_channels, config.num_frames, config.patch_size, config.patch_size)
-        projection = PatchEmbedding(
-            patch, config.hidden_size, bias=False, dtype=parts.dtype, kernels=parts.kernels
-        )
+        projection = parts.patch_embedding(config.patch, config.hidden_size, bias=False)
         self.patch_embed = nn.ModuleDict({"proj": projection})
         self.blocks = nn.ModuleList(
             QwenTowerLayer(config, parts, hf_config) for _ in range(config.num_layers)

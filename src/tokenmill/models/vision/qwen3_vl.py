@@ -21,7 +21,6 @@ from tokenmill.errors import ConfigError, shown
 from tokenmill.kernels.gelu import gelu
 from tokenmill.layers.embedding import EmbeddingTable
 from tokenmill.layers.patch_attention import Angles
-from tokenmill.layers.patch_embedding import PatchEmbedding
 from tokenmill.models.vision.blocks import PatchAttention, TowerMLP, TowerParts
 from tokenmill.models.vision.qwen2_vl import (
     QwenTowerConfig,
@@ -82,10 +81,7 @@ class Qwen3VisionTransformer(nn.Module):
         super().__init__()
         config = QwenTowerConfig.from_hf(hf_config)
         self.config = config
-        patch = (config.num_channels, config.num_frames, config.patch_size, config.patch_size)
-        projection = PatchEmbedding(
-            patch, config.hidden_size, bias=True, dtype=parts.dtype, kernels=parts.kernels
-        )
+        projection = parts.patch_embedding(config.patch, config.hidden_size, bias=True)
         self.patch_embed = nn.ModuleDict({"proj": projection})
         self.side = _side(hf_config)
         self.pos_embed = EmbeddingTable(self.side**2, config.hidden_size)

@@ -30,7 +30,6 @@ from tokenmill.features.multimodal.processors.pixels import (
     edge_size,
     refuse_narrow,
     resampling,
-    stacked,
 )
 
 if TYPE_CHECKING:
@@ -76,12 +75,8 @@ class Idefics3ImageProcessor:
     def process(self, image: Image, options: Mapping[str, Any]) -> ProcessedImage:
         columns, rows = self._grid(*image.size, options)
         placeholders = self._placeholders(columns, rows)
-        tiles = stacked(self._tiles(image, columns, rows, options))
-        return ProcessedImage(
-            {"pixels": tiles, "channel_values": self._values},
-            placeholders.token_ids,
-            placeholders.embed_spans,
-        )
+        tiles = self._tiles(image, columns, rows, options)
+        return placeholders.filled_by(tiles, self._values)
 
     def _grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
         """(columns, rows) of tiles beside the whole; (0, 0) for the whole alone."""

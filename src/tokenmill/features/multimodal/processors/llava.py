@@ -27,7 +27,6 @@ from tokenmill.features.multimodal.processors.pixels import (
     edge_size,
     refuse_narrow,
     resampling,
-    stacked,
 )
 from tokenmill.features.multimodal.processors.pixtral import PixtralImageProcessor
 
@@ -81,11 +80,7 @@ class LlavaImageProcessor:
         self.num_tokens(*image.size, options)
         placeholders = Placeholders(self.mark_token_id)
         placeholders.add_embeds(self._num_tokens)
-        return ProcessedImage(
-            {"pixels": stacked([self._square(image)]), "channel_values": self._values},
-            placeholders.token_ids,
-            placeholders.embed_spans,
-        )
+        return placeholders.filled_by([self._square(image)], self._values)
 
     def _square(self, image: Image) -> Image:
         if self._background is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokenmill.errors import ConfigError, InvalidRequestError, shown
+from tokenmill.features.multimodal.processing import ProcessedImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -50,11 +51,6 @@ def channel_values(
             raise ConfigError("preprocessor_config.json: image_std must not be 0.")
         values /= divisor
     return values
-
-
-def stacked(images: Sequence[Image]) -> np.ndarray:
-    """Images of mode RGB and of one size, as uint8 [images, height, width, 3]."""
-    return np.stack([np.asarray(image) for image in images])
 
 
 def refuse_narrow(width: int, height: int) -> None:
@@ -108,6 +104,14 @@ class Placeholders:
         """Tokens that are given the encoder's."""
         self.embed_spans.append((len(self.token_ids), count))
         self.token_ids.extend([self.image_token_id] * count)
+
+    def filled_by(self, images: Sequence[Image], values: np.ndarray) -> ProcessedImage:
+        """With what the encoder takes for them: images of mode RGB and of one size, and what each
+        value of a channel becomes (`channel_values`).
+        """
+        pixels = np.stack([np.asarray(image) for image in images])
+        inputs = {"pixels": pixels, "channel_values": values}
+        return ProcessedImage(inputs, self.token_ids, self.embed_spans)
 
 
 def _by_channel(value: Any, default: Sequence[float], key: str) -> np.ndarray:

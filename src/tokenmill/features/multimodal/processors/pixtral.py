@@ -26,7 +26,6 @@ from tokenmill.features.multimodal.processors.pixels import (
     edge_size,
     refuse_narrow,
     resampling,
-    stacked,
 )
 
 if TYPE_CHECKING:
@@ -68,14 +67,7 @@ class PixtralImageProcessor:
             placeholders.add_embeds(columns)
             placeholders.add_tokens([self._break if row < rows else self._end])
         size = (columns * self._square, rows * self._square)
-        return ProcessedImage(
-            {
-                "pixels": stacked([image.resize(size, self._resample)]),
-                "channel_values": self._values,
-            },
-            placeholders.token_ids,
-            placeholders.embed_spans,
-        )
+        return placeholders.filled_by([image.resize(size, self._resample)], self._values)
 
     def _grid(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
         """(columns, rows) of squares."""

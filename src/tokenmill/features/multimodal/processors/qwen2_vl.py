@@ -23,7 +23,6 @@ from tokenmill.features.multimodal.processors.pixels import (
     edge_size,
     refuse_narrow,
     resampling,
-    stacked,
 )
 
 if TYPE_CHECKING:
@@ -69,14 +68,7 @@ class Qwen2VLImageProcessor:
         size = self._size(*image.size, options)
         placeholders = Placeholders(self.mark_token_id)
         placeholders.add_embeds(size[0] // self._square * (size[1] // self._square))
-        return ProcessedImage(
-            {
-                "pixels": stacked([image.resize(size, self._resample)]),
-                "channel_values": self._values,
-            },
-            placeholders.token_ids,
-            placeholders.embed_spans,
-        )
+        return placeholders.filled_by([image.resize(size, self._resample)], self._values)
 
     def _size(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
         """Width and height that an image is resized to."""
