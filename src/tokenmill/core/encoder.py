@@ -108,9 +108,10 @@ class EncoderSchedule:
         """What the plan tells the workers; None if that is nothing."""
         if not self.cache.size:
             return None
-        new, evicted = self.cache.take_news()
-        if not new and not evicted:
+        news = self.cache.take_news()
+        if news is None:
             return None
+        new, evicted = news
         items = []
         for request_id, index in new:
             row = self._held[request_id][0].row

@@ -88,10 +88,12 @@ class EncoderCache:
             self._unreferenced[content_hash] = None
             self._num_unreferenced += item.num_embeds
 
-    def take_news(self) -> tuple[list[Reference], list[str]]:
+    def take_news(self) -> tuple[list[Reference], list[str]] | None:
         """What the next plan tells the workers: items to encode, each by one who needs it, and
-        hashes of those to forget before that.
+        hashes of those to forget before that. None if that is nothing.
         """
+        if not self._new and not self._evicted:
+            return None
         new = [next(iter(self._items[content_hash].references)) for content_hash in self._new]
         evicted, self._evicted = self._evicted, []
         self._new.clear()
