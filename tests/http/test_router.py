@@ -124,6 +124,27 @@ def test_an_answer_that_ends_with_its_connection_and_one_behind_a_hint():
         assert "link" not in reply.headers
 
 
+def test_what_a_backend_sends_besides_its_answer_reaches_nobody():
+    chunked = b"HTTP/1.1 %s\r\ntransfer-encoding: chunked\r\n\r\n3\r\nall\r\n0\r\n%s\r\n"
+    sent = {
+        "/v1/second": answer(b"all") + answer(b"of another", x_other="1"),
+        "/v1/trailer": chunked % (b"200 OK", b"x-trailer: 1\r\n"),
+        "/v1/refused": chunked % (b"429 No", b"x-trailer: 1\r\n"),
+        "/v1/status": b"HTTP/1.1 700 X\r\ncontent-length: 0\r\n\r\n",
+    }
+
+    def behave(head, body, writer):
+        writer.write(sent[head.split(b" ")[1].decode()])
+
+    with RawBackend(behave) as backend, LiveRouter(backend.url, eject_after=99) as router:
+        for path in ("/v1/second", "/v1/trailer", "/v1/second", "/v1/refused"):
+            reply = router.post(path, {})
+            assert reply.body == b"all", path
+            assert not {"x-other", "x-trailer"} & reply.headers.keys()
+        assert reply.status == 429
+        assert router.post("/v1/status", {}).status == 502
+
+
 def test_what_a_backend_is_told():
     with RawBackend() as backend, LiveRouter(backend.url, root_path="/pre") as router:
         given = {

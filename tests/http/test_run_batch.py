@@ -16,7 +16,7 @@ from helpers.pooling_engine import PoolingEngine
 from helpers.tiny import tiny_llama
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.entrypoints.cli.run_batch import answer_all
-from tokenmill.entrypoints.http.batch import read_batch
+from tokenmill.entrypoints.http.batch import answered_ids, read_batch
 from tokenmill.errors import EngineDeadError
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -29,7 +29,8 @@ def line(custom_id, url="/v1/completions", method="POST", **body):
 def answer(lines, engine=None, **args):
     """(exit code, results by their ids, what is said of it)"""
     output, console = io.BytesIO(), Console(file=io.StringIO(), width=200)
-    requests = list(read_batch(each.encode() for each in lines))
+    raw = [each if isinstance(each, bytes) else each.encode() for each in lines]
+    requests = list(read_batch(raw))
     code = asyncio.run(
         answer_all(engine or FakeEngine(), ServeArgs(**args), requests, output, console)
     )
@@ -118,8 +119,23 @@ def test_a_dead_engine_ends_the_run():
             async for output in super().generate(*arguments, **keywords):
                 yield output
 
-    with pytest.raises(EngineDeadError, match="remain"):
-        answer([line(str(i), prompt="One") for i in range(100)], Dying(max_num_seqs=1))
+    for request in (
+        {"url": "/v1/completions", "prompt": "One"},
+        {"url": "/v1/messages", "messages": HELLO, "max_tokens": 9},  # says it with another status
+    ):
+        with pytest.raises(EngineDeadError, match="remain"):
+            answer([line(str(i), **request) for i in range(100)], Dying(max_num_seqs=1))
+
+
+def test_bodies_that_cannot_be_read_cost_the_others_nothing():
+    bad = b'{"custom_id": "bad", "url": "/v1/completions", "body": {"stream": "\xff"}}'
+    code, found, _ = answer([bad, line("good", prompt="One")])
+    assert (code, found["bad"]["status_code"], found["good"]["status_code"]) == (1, 400, 200)
+
+
+def test_results_that_cannot_be_read_are_none():
+    good = b'{"custom_id": "a", "response": {"status_code": 200}}'
+    assert answered_ids([b"[" * 99_999, b'"\xff"', good]) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +143,7 @@ def test_a_dead_engine_ends_the_run():
     [
         ("{", "line 2 is no request"),
         ("[]", "line 2 is no request"),
+        (line("b").replace("{}", '{"a": ' + "[" * 99_999 + "]" * 99_999 + "}"), "line 2 is no req"),
         (json.dumps({"custom_id": "b", "url": "/v1/completions"}), "missing required field `body`"),
         (line("a", prompt="One"), "custom_id 'a' of an earlier line"),
         (line("b" * 2_000, prompt="One"), "more than 1024"),

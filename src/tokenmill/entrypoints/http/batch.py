@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from tokenmill.entrypoints.http.app import create_app
+from tokenmill.entrypoints.http.error_shapes import OVERLOADED
 from tokenmill.entrypoints.http.errors import error_body
 from tokenmill.entrypoints.http.state import ServerState
 from tokenmill.errors import EngineDeadError, InvalidRequestError, shown
@@ -70,7 +71,7 @@ def read_batch(lines: Iterable[bytes]) -> Iterator[BatchLine]:
             continue
         try:
             line = msgspec.json.decode(raw, type=BatchLine)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _wrong(number, f"is no request of a batch: {error}") from error
         if line.custom_id in seen:
             raise _wrong(number, f"has the custom_id {shown(line.custom_id)} of an earlier line")
@@ -98,7 +99,7 @@ def answered_ids(lines: Iterable[bytes]) -> set[str]:
             result = msgspec.json.decode(raw)
             if result["response"]["status_code"] == 200:
                 found.add(result["custom_id"])
-        except (msgspec.DecodeError, KeyError, TypeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
             continue
     return found
 
@@ -137,7 +138,7 @@ class BatchRunner:
         while True:
             request_id = self._state.new_name()
             status, body = await self._status_and_body(line, request_id)
-            if status == 503:  # nobody stops this server, so there is none behind it
+            if status in (503, OVERLOADED):  # nobody stops this server: there is no engine
                 raise EngineDeadError("the engine is dead; the requests without a result remain.")
             if status != 429:
                 break
@@ -161,7 +162,10 @@ class BatchRunner:
 
     async def _status_and_body(self, line: BatchLine, request_id: str) -> tuple[int, bytes]:
         body = bytes(line.body)
-        modes = msgspec.json.decode(body, type=_Modes)
+        try:
+            modes = msgspec.json.decode(body, type=_Modes)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            modes = _Modes()  # the application says what is wrong
         for name in ("stream", "background"):
             if getattr(modes, name):
                 error = InvalidRequestError(

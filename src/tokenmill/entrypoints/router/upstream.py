@@ -27,6 +27,7 @@ _HIGH_WATER = 1 << 18
 """Bytes that may wait for a slow client before the backend is no longer read."""
 _MAX_HEAD_BYTES = 1 << 17
 _NO_BODY = (204, 304)
+_HIGHEST_STATUS = 599
 
 
 class UpstreamError(TokenmillError):
@@ -149,14 +150,21 @@ class _Connection(asyncio.Protocol):
 
     # ---- httptools --------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        if self.is_complete:  # a second answer in the same breath is nobody's
+            raise ValueError("more than was asked for")
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        if not self._head_done:  # else it is one behind the body, about which nobody is told
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
         if self.status < 200:  # "go on": the answer is still to come
             self.headers.clear()
             return
+        if self.status > _HIGHEST_STATUS:
+            raise ValueError("no status of HTTP")
         names = {name for name, _ in self.headers}
         has_end = names & {b"content-length", b"transfer-encoding"}
         self._until_eof = not has_end and self.status not in _NO_BODY
