@@ -16,7 +16,7 @@ import pytest
 
 from helpers.core import create_request
 from helpers.served import FACTORIES, process_exists, prompt_of, serve_args
-from helpers.served_core import STEP_SECONDS, expected_ids, fake_core
+from helpers.served_core import READER_FILE, STEP_SECONDS, expected_ids, fake_core
 from helpers.timing import in_time
 from tokenmill.engine import build
 from tokenmill.engine.client import InProcessClient
@@ -183,6 +183,24 @@ def test_logs_of_the_core_are_the_front_ends(caplog):
     assert abs(said.created - time.time()) < 60
     assert "ZeroDivisionError" in records["something failed"].getMessage()
     assert "not worth telling" not in records
+
+
+def test_a_core_that_is_built_says_at_once_what_it_waits_for(monkeypatch, tmp_path):
+    file = tmp_path / "read"
+    monkeypatch.setenv(READER_FILE, str(file))
+
+    class Reader(logging.Handler):
+        def emit(self, record):
+            if record.getMessage() == f"waiting for {file}":
+                file.touch()
+
+    reader, logger = Reader(), logging.getLogger("tokenmill.test")
+    logger.addHandler(reader)
+    try:
+        with client(factory="waits_for_its_reader"):
+            assert file.exists()
+    finally:
+        logger.removeHandler(reader)
 
 
 def test_an_idle_core_sleeps():

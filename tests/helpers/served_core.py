@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from helpers.core import FakeExecutor, FakeStep, create_kv_cache_config
@@ -25,6 +26,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.structured_output.manager import StructuredOutputManager
 from tokenmill.structured_outputs import StructuredOutputsParams
 
+READER_FILE = "TOKENMILL_TEST_READER_FILE"
 STEP_SECONDS = "TOKENMILL_TEST_STEP_SECONDS"
 """Environment variable: how long a step of the fake device takes."""
 MARKER = "TOKENMILL_TEST_MARKER"
@@ -231,6 +233,17 @@ def talkative(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> 
     thread.start()
     thread.join()
     return fake_core(args, config, on_progress)
+
+
+def waits_for_its_reader(args: EngineArgs, config: EngineConfig, progress: Progress) -> EngineCore:
+    """A core that says what it waits for, and waits for it: the file of that name."""
+    file = Path(os.environ[READER_FILE])
+    logging.getLogger("tokenmill.test").warning("waiting for %s", file)
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, "nobody has read it"
+        time.sleep(0.01)
+    return fake_core(args, config, progress)
 
 
 def never_ready(*args: Any) -> EngineCore:

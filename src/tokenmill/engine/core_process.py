@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -56,10 +57,15 @@ class Channel:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._logs: deque[LogRecord] = deque(maxlen=10_000)
+        self._thread = threading.get_ident()
+        self.is_starting = True
+        """Messages may be far apart: what its thread logs goes at once."""
 
     def log(self, record: LogRecord) -> None:
         """Keep a log record, from any thread, until the next message."""
         self._logs.append(record)
+        if self.is_starting and threading.get_ident() == self._thread:
+            self.flush_logs()
 
     def flush_logs(self) -> None:
         """Send the log records that are kept."""
@@ -229,6 +235,7 @@ def serve(channel: Channel, page: StatusPage) -> int:
         logger.debug("The engine core could not be built.", exc_info=True)
         channel.send(wire.StartupFailure(describe(error)))
         return 1
+    channel.is_starting = False
     try:
         CoreLoop(core, channel, page).run()
     except Exception:  # the process boundary: the front end starts another core
