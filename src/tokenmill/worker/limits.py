@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenmill.worker.batch import BatchShape
+from tokenmill.worker.rows import RowTable
 
 LOGITS_SLAB = 64
 """Rows of logits computed at once: log-probabilities of a long prompt need no more memory."""
@@ -25,6 +26,10 @@ class RunnerLimits:
     def largest_step(self) -> BatchShape:
         """One request with as many tokens as a step may have."""
         return BatchShape(self.max_num_batched_tokens, 1, self.max_num_batched_tokens, 1)
+
+    def make_rows(self, num_kv_groups: int) -> RowTable:
+        """An empty table, with block tables for so many groups."""
+        return RowTable(self.max_num_seqs, self.max_model_len, self.block_size, num_kv_groups)
 
     @property
     def nums_reqs_of_variants(self) -> list[int]:

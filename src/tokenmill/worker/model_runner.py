@@ -94,13 +94,7 @@ class ModelRunner:
         self._attention_groups = attention_groups
         self.limits = limits
         self._inputs = inputs or HostInputs(
-            RowTable(
-                limits.max_num_seqs,
-                limits.max_model_len,
-                limits.block_size,
-                num_kv_groups(attention_groups),
-            ),
-            limits.max_num_batched_tokens,
+            limits.make_rows(num_kv_groups(attention_groups)), limits.max_num_batched_tokens
         )
         self._rows = self._inputs.rows
         self._params = row_params or RowSamplingParams(limits.max_num_seqs, limits.vocab_size)

@@ -25,7 +25,6 @@ from tokenmill.worker.inputs.protocol import StepInputs
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
-from tokenmill.worker.rows import RowTable
 from tokenmill.worker.stage import StageModel, StageRunner, StageWorker
 from tokenmill.worker.worker import Worker
 
@@ -145,10 +144,7 @@ class StageRanks(GroupRanks):
 
     def inputs(self, cache: KVCacheConfig, limits: RunnerLimits) -> StepInputs:
         """With block tables for groups of which no layer is here, too: plans have them."""
-        rows = RowTable(
-            limits.max_num_seqs, limits.max_model_len, limits.block_size, len(cache.groups)
-        )
-        return HostInputs(rows, limits.max_num_batched_tokens)
+        return HostInputs(limits.make_rows(len(cache.groups)), limits.max_num_batched_tokens)
 
     def wrapped(self, config: EngineConfig, model: CausalLM, kernels: LayerKernels) -> StageModel:
         hidden_size = read_parameters(config.model.hf_config).hidden_size

@@ -48,10 +48,5 @@ def multimodal_inputs(
     """How the steps of a model that takes images are prepared; None for others."""
     if config.encoder is None:
         return None
-    rows = RowTable(
-        limits.max_num_seqs,
-        limits.max_model_len,
-        limits.block_size,
-        num_kv_groups(attention_groups),
-    )
+    rows = limits.make_rows(num_kv_groups(attention_groups))
     return MultiModalInputs(model, rows, limits.max_num_batched_tokens)
