@@ -54,10 +54,10 @@ class Replicas(Sequence[Replica]):
         """The replica that is to have a request: of `among` that live, or of all that do; one that
         takes requests now, if there is one.
         """
+        if len(self) == 1:
+            return self[0]
         able = [each for each in self.alive if among is None or each in among] or self.alive
         able = [each for each in able if each.client is not None] or able
-        if len(able) == 1 == len(self):
-            return able[0]
         return self[self._placement.place(request, {each.rank: each.load for each in able})]
 
     def forget_prefixes(self, replica: Replica) -> None:

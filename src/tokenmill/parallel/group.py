@@ -88,19 +88,17 @@ class SharedMemoryGroup:
         self.rank = rank
         self.size = size
         self._shared = shared_group.SharedGroup(fd, rank, size)
+        self.all_reduce = self._shared.all_reduce
         self.all_gather = self._shared.all_gather
 
     def partial_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return self._shared.all_reduce(x)
-
     def lookup(self, ids: torch.Tensor, part: range, gather: Gather) -> torch.Tensor:
         found = gather(shared_group.local_ids(ids, part))
         rows = found if found.dtype == torch.float32 else found.float()
         shared_group.clear_others(ids, part, rows)
-        self._shared.all_reduce(rows)
+        self.all_reduce(rows)
         return rows if rows is found else rows.to(found.dtype)  # a sum with zeros is exact
 
     def begin(self, step_id: int, attempt: int) -> None:
