@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -20,3 +21,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Some tests interrupt themselves or their children; whoever runs them in the background of a script
 # has the signal ignored, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test depends on how fast the machine is, or what else runs on it.
+with contextlib.suppress(ImportError):  # whoever runs tests of kernels only need not have it
+    from hypothesis import settings
+
+    settings.register_profile("patient", deadline=None)
+    settings.load_profile("patient")
