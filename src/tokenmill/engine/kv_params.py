@@ -23,7 +23,7 @@ def take_kv_params(
 
     Raises `InvalidRequestError` for what makes no sense, or is not for this engine.
     """
-    extra = getattr(params, "extra_args", None)  # of what they are is checked behind this
+    extra = getattr(params, "extra_args", None)  # they may be of any type still
     if not extra or KV_PARAMS not in extra:
         return {}, params
     rest = {name: value for name, value in extra.items() if name != KV_PARAMS}

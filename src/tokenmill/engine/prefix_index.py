@@ -57,7 +57,7 @@ class PrefixIndex:
 
     def __init__(self, num_owners: int, max_blocks: int) -> None:
         """Up to `max_blocks` blocks are remembered of each owner, about 150 bytes each."""
-        self.max_blocks = max_blocks
+        self._max_blocks = max_blocks
         self._held: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_owners)]
 
     def matched(self, owner: int, keys: Sequence[bytes]) -> int:
@@ -70,10 +70,10 @@ class PrefixIndex:
     def record(self, owner: int, keys: Sequence[bytes]) -> None:
         """These blocks are sent to the owner; what is too much is forgotten."""
         held = self._held[owner]
-        for key in reversed(keys[: self.max_blocks]):
+        for key in reversed(keys[: self._max_blocks]):
             held[key] = None
             held.move_to_end(key)
-        while len(held) > self.max_blocks:
+        while len(held) > self._max_blocks:
             held.popitem(last=False)
 
     def forget(self, owner: int) -> None:

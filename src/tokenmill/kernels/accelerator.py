@@ -16,14 +16,14 @@ from tokenmill.config.machine import Accelerator
 
 LOWEST_CAPABILITY = (8, 0)
 """Ampere: bfloat16 in the matrix units."""
+_TOOL = "nvidia-smi"
 _QUERY = "--query-gpu=name,compute_cap,memory.total,memory.free"
 _SECONDS = 20.0
 
 
 def find_accelerator() -> Accelerator | str:
     """The first visible GPU, or why none can be used."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    if shutil.which(_TOOL) is None:
         return "this machine has no NVIDIA driver (nvidia-smi is not on the PATH)"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
@@ -34,16 +34,9 @@ def find_accelerator() -> Accelerator | str:
         return "the torch that is installed is a build for CPUs only"
     first = "0" if visible is None else visible.split(",")[0].strip()
     try:
-        answer = subprocess.run(
-            [tool, _QUERY, "--format=csv,noheader,nounits", f"--id={first}"],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=True,
-        )
+        return parse_answer(_ask(_QUERY, "--format=csv,noheader,nounits", f"--id={first}"))
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi failed: {error}"
-    return parse_answer(answer.stdout)
 
 
 def visible_gpus() -> list[str]:
@@ -51,17 +44,10 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    command = [tool, "--query-gpu=index", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
+        return _ask("--query-gpu=index", "--format=csv,noheader").split()
+    except (OSError, subprocess.SubprocessError):  # there may be no such tool
         return []
-    return answer.stdout.split()
 
 
 def parse_answer(text: str) -> Accelerator | str:
@@ -78,3 +64,10 @@ def parse_answer(text: str) -> Accelerator | str:
         lowest = ".".join(map(str, LOWEST_CAPABILITY))
         return f"{name} has compute capability {capability_text}; {lowest} is the lowest supported"
     return Accelerator(name, capability, total_memory=memory[0], available_memory=memory[1])
+
+
+def _ask(*arguments: str) -> str:
+    """What the driver's tool says. Raises `OSError` and `subprocess.SubprocessError`."""
+    command = [_TOOL, *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    return answer.stdout

@@ -2,8 +2,8 @@
 
 Seconds of a step are taken for a sum of parts, each a number that the work has times a cost that is
 at least 0. Short steps count as much as long ones: what matters is by which part of itself each is
-missed. More tokens than `KNEES` may cost more each, but never less, as they do
-where a step is bound by memory first and then by products.
+missed. Tokens above one of `KNEES` may cost more each, but never less, as they do where a step is
+bound by memory first and then by products.
 """
 
 from __future__ import annotations

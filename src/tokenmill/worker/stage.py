@@ -38,7 +38,7 @@ class StageModel:
         self, part: CausalLM, kernels: LayerKernels, hidden_size: int, *, is_first: bool
     ) -> None:
         """`part` has the layers of this stage."""
-        self.part = part
+        self._part = part
         self._kernels = kernels
         self.hidden_size = hidden_size
         self._is_first = is_first
@@ -46,7 +46,7 @@ class StageModel:
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Of the first stage; the others begin with what they receive, which is like this."""
         if self._is_first:
-            return self.part.embed_input_ids(input_ids)
+            return self._part.embed_input_ids(input_ids)
         return torch.zeros(len(input_ids), self.hidden_size)
 
     def forward(
@@ -57,17 +57,17 @@ class StageModel:
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The stream behind this stage's layers, or what the last one ends in."""
-        found = self.part.forward(input_ids, positions, inputs_embeds=inputs_embeds)
+        found = self._part.forward(input_ids, positions, inputs_embeds=inputs_embeds)
         if isinstance(found, torch.Tensor):
             return found
         stream = self._kernels.empty(len(input_ids), self.hidden_size, torch.float32)
         return self._kernels.add_residual(found["hidden_states"], found["residual"], stream)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.part.compute_logits(hidden_states)
+        return self._part.compute_logits(hidden_states)
 
     def attention_layers(self) -> Mapping[str, Attention]:
-        return self.part.attention_layers()
+        return self._part.attention_layers()
 
 
 class StageRunner(ModelRunner):
