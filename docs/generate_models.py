@@ -72,7 +72,7 @@ A tower makes embeddings of an image, and a decoder, one of the families above, 
 """
 
 VISION_TAIL = """
-Text alone runs as on the decoder alone, at its speed: steps are recorded, and `--quantization`, quantised checkpoints, `tokenmill quantize` and adapters change the decoder. The tower keeps the model's dtype. An image is encoded by itself, when a step first reaches it, so its embeddings depend on nothing else; the tower's matrices and attention run on the native kernels. On a GPU these models answer texts only, and they are not divided among ranks. Gemma 3 with its tower (`Gemma3ForConditionalGeneration`) answers texts, and refuses images: their tokens see each other in both directions, which the kernels' attention to a growing text cannot express.
+Text alone runs as on the decoder alone, at its speed: steps are recorded, and `--quantization`, quantised checkpoints, `tokenmill quantize` and adapters change the decoder. The tower keeps the model's dtype. An image is encoded by itself, when a step first reaches it, so its embeddings depend on nothing else; the tower's matrices and attention run on the native kernels. On a GPU the tower runs in torch, which no real GPU has tried yet ([images.md](images.md#in-the-engine)). These models are not divided among ranks. Gemma 3 with its tower (`Gemma3ForConditionalGeneration`) answers texts, and refuses images: their tokens see each other in both directions, which the kernels' attention to a growing text cannot express.
 """
 
 

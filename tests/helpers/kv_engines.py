@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,10 @@ LENGTHS = (150, 70, 131, 33, 129)
 @functools.cache
 def model(name: str) -> Path:
     if name == "wide":
-        return write_wide_llama(Path(tempfile.mkdtemp(prefix="tokenmill-offload-")))
+        return write_wide_llama(_directory())
     if name == "windows":
         return write_tiny_llama(
-            Path(tempfile.mkdtemp(prefix="tokenmill-offload-")),
+            _directory(),
             num_hidden_layers=3,
             hidden_size=128,
             num_attention_heads=2,
@@ -32,6 +34,12 @@ def model(name: str) -> Path:
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         )
     return saved(name)
+
+
+def _directory() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="tokenmill-offload-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 def prompts() -> list[dict[str, Any]]:
