@@ -179,6 +179,13 @@ def test_a_system_prompt_of_such_a_line_alone_is_none(server):
     assert prompt_of(server).startswith("<|im_start|>user\n")
 
 
+def test_such_a_line_is_not_looked_for_behind_any_number_of_blanks():
+    for blanks, kept in (("\n ", "Be brief."), (" " * 1_000, " " * 1_000 + SYSTEM + "\nBe brief.")):
+        turns = ChatTurns()
+        turns.system(f"{blanks}{SYSTEM}\nBe brief.")
+        assert turns.messages == [{"role": "system", "content": kept}]
+
+
 def user(*blocks):
     return {"role": "user", "content": list(blocks)}
 

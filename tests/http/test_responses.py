@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -607,3 +608,16 @@ def test_b127_huge_wishes_are_refused_at_once():
             assert post(server, **fields).status == 400, fields.keys()
         assert not server.engine.calls
         assert post(server).status == 200
+
+
+def test_nothing_is_built_of_arguments_that_were_cut_off():
+    """They are looked at on the event loop, while others wait."""
+    call = {"type": "function_call", "name": "a", "call_id": "1", "status": "incomplete"}
+    began = "[" + "1," * 1_000_000
+    items = ChatItems()
+    tracemalloc.start()
+    items.input([{**call, "arguments": began}])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 20
+    assert items.messages[0]["tool_calls"][0]["function"]["arguments"] == {}

@@ -14,7 +14,7 @@ from typing import Any
 from tokenmill.errors import InvalidRequestError, invalid, shown
 
 ROLES = ("user", "assistant", "system")
-_BILLING_LINE = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*(\n|\Z)", re.IGNORECASE)
+_BILLING_LINE = re.compile(r"\A\s{0,99}x-anthropic-billing-header:[^\n]*(\n|\Z)", re.IGNORECASE)
 """A line that some agents put before everything else. It changes with every request, and with it
 the prompt's whole prefix would."""
 

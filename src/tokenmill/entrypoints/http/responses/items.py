@@ -5,10 +5,11 @@ What the assistant thought, said and called between two items of others is one m
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable
 from typing import Any
+
+import msgspec
 
 from tokenmill.entrypoints.http.responses.tools import namespaced
 from tokenmill.entrypoints.parsers.custom_calls import CUSTOM_INPUT
@@ -232,7 +233,7 @@ def _string(item: Item, name: str, where: str) -> str:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
+        msgspec.json.decode(text, type=msgspec.Raw)  # builds nothing of it
+    except (msgspec.DecodeError, RecursionError):
         return False
     return True
