@@ -66,3 +66,22 @@ def test_a_rank_ends_with_its_parent_or_the_pipe(parent: str) -> None:
         while process_exists(pid):
             assert time.monotonic() < end, "it is an orphan"
             time.sleep(0.01)
+
+
+WITHOUT_STREAMS = """
+import os
+for number in (0, 1, 2):
+    os.close(number)
+import sys
+sys.stdin = sys.stdout = sys.stderr = None
+from tokenmill.executor.lifeline import leave, report_crashes
+report_crashes()
+leave(7)
+"""
+
+
+def test_a_process_without_standard_streams_comes_and_goes() -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    assert (
+        subprocess.run([sys.executable, "-c", WITHOUT_STREAMS], env=env, timeout=60).returncode == 7
+    )

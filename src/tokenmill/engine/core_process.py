@@ -6,7 +6,6 @@ take in messages, make a step, send what it brought. The loop sleeps while there
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import logging
 import os
@@ -31,7 +30,7 @@ from tokenmill.engine import wire
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.status_page import StatusPage
 from tokenmill.errors import InvalidRequestError
-from tokenmill.executor.lifeline import start_lifeline
+from tokenmill.executor.lifeline import leave, report_crashes, start_lifeline
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +250,7 @@ def main(address: str, page_fd: int, parent_pid: int) -> None:
     # The front end decides when to end; a signal to the whole process group is meant for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
+    report_crashes()
     os.set_inheritable(page_fd, False)
     page = StatusPage(page_fd)
     start_lifeline(parent_pid, beat=page.beat_core)
@@ -263,10 +262,7 @@ def main(address: str, page_fd: int, parent_pid: int) -> None:
     status = serve(Channel(socket), page)
     socket.close()
     context.term()
-    # Threads of kernels and of torch have nothing left to do, and nothing to say about it.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(status)
 
 
 if __name__ == "__main__":

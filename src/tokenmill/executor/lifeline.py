@@ -7,7 +7,9 @@ child (Linux; at once, even inside a kernel call that never returns), its standa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import os
 import select
 import signal
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 BEAT_INTERVAL = 0.25
 """Seconds between two looks at the parent, and between two signs of life."""
@@ -45,6 +48,22 @@ def _watch(parent_pid: int, beat: Callable[[], object]) -> None:
         if readable and not os.read(stdin, 1):
             break
     os._exit(1)
+
+
+def report_crashes() -> None:
+    """Have the stack written to stderr, if there is one, when the system ends this process."""
+    if sys.stderr is not None:
+        faulthandler.enable()
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once: threads of kernels and of torch have nothing left to do, and
+    nothing to say about it.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)
 
 
 def how_it_ended(process: subprocess.Popen[bytes]) -> str | None:

@@ -6,7 +6,6 @@ executor says, until either ends.
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import logging
 import os
@@ -24,7 +23,7 @@ from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.parallel import RankPlace
 from tokenmill.contracts.encoding import LogRecord, describe
 from tokenmill.executor import messages
-from tokenmill.executor.lifeline import start_lifeline
+from tokenmill.executor.lifeline import leave, report_crashes, start_lifeline
 from tokenmill.kernels.native import active_isa
 from tokenmill.parallel.join import join_group
 from tokenmill.worker.ranks import GroupRanks, StageRanks
@@ -232,7 +231,7 @@ def main(
     # The executor decides when to end; a signal to the whole process group is meant for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
+    report_crashes()
     if memory_fd >= 0:
         os.set_inheritable(memory_fd, False)
     start_lifeline(parent_pid, dies_with_thread=dies_with_thread)
@@ -240,10 +239,7 @@ def main(
         status = serve(Channel(_connect(address, rank)), memory_fd, model_path)
     except (EOFError, ConnectionError):  # the executor has gone
         status = 1
-    # Threads of kernels and of torch have nothing left to do, and nothing to say about it.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(status)
 
 
 if __name__ == "__main__":

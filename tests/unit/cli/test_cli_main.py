@@ -206,6 +206,8 @@ def test_closed_streams_are_empty_ones(monkeypatch):
         for name in ("stdin", "stdout", "stderr"):
             patch.setattr(sys, name, None)
         _prepare_streams()
+        streams = (sys.stdin, sys.stdout, sys.stderr)
+        assert all(os.get_inheritable(each.fileno()) for each in streams), "by processes, too"
         with sys.stdin, sys.stdout, sys.stderr:
             assert sys.stdin.read() == ""
             sys.stdout.write("lost")

@@ -97,12 +97,15 @@ def run(arguments: Sequence[str], build_llm: BuildLLM = build_llm) -> int:
 
 
 def _prepare_streams() -> None:
-    """Standard streams that are closed are empty; text that stdout has no bytes for reads as `?`,
-    and bytes of stdin that are no text are an error, whatever the locale makes of them.
+    """Standard streams that are closed are empty, here and in processes that are started; text that
+    stdout has no bytes for reads as `?`, and bytes of stdin that are no text are an error, whatever
+    the locale makes of them.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
     for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
