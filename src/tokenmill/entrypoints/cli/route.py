@@ -5,8 +5,6 @@ Exit codes: 0 stopped by SIGINT or SIGTERM; 2 a setting is wrong.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,13 +20,12 @@ from tokenmill.entrypoints.cli.serve import (
     check_packages,
     config_lines,
     configure_logging_of_servers,
+    tell_ready,
     warn_of_open_doors,
 )
 from tokenmill.entrypoints.cli.serve_sources import Sources
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tokenmill.entrypoints.router.state import RouterState
 
 ROUTER = Parameter(name="*", group=Group("Router", sort_key=1))
@@ -76,23 +73,12 @@ def route(
     from tokenmill.entrypoints.router.server import run_router
 
     warn_of_open_doors(args, num_keys=len(api_keys(args)))
-    return event_loop.run(run_router(args, announce=_announcer(console, args, quiet=quiet)))
-
-
-def _announcer(
-    console: Console, args: RouteArgs, *, quiet: bool
-) -> Callable[[RouterState, str, float], None]:
-    """Tells that the router is ready, in the form that its logs have."""
 
     def announce(state: RouterState, address: str, seconds: float) -> None:
         text = banner(state, address, seconds)
-        if args.log_format == "json":
-            fields = {"address": address, "seconds": round(seconds, 3)}
-            logging.getLogger("tokenmill.access").info("%s", text, extra={"fields": fields})
-        elif not quiet:
-            console.print(text)
+        tell_ready(console, args, text, address, seconds, quiet=quiet)
 
-    return announce
+    return event_loop.run(run_router(args, announce=announce))
 
 
 def banner(state: RouterState, address: str, seconds: float) -> str:

@@ -178,19 +178,32 @@ def _check_template(source: str) -> None:
 def _announcer(
     console: Console, serve_args: ServeArgs, *, quiet: bool
 ) -> Callable[[ServerState, str, float], None]:
-    """Tells that the server is ready, in the form that its logs have."""
+    """Tells that the server is ready."""
 
     def announce(state: ServerState, address: str, seconds: float) -> None:
         from tokenmill.entrypoints.http.banner import banner
 
         text = banner(state.engine.config, state.model_names, address, seconds)
-        if serve_args.log_format == "json":
-            fields = {"address": address, "seconds": round(seconds, 3)}
-            logging.getLogger("tokenmill.access").info("%s", text, extra={"fields": fields})
-        elif not quiet:
-            console.print(text)
+        tell_ready(console, serve_args, text, address, seconds, quiet=quiet)
 
     return announce
+
+
+def tell_ready(
+    console: Console,
+    args: ServeArgs | RouteArgs,
+    text: str,
+    address: str,
+    seconds: float,
+    *,
+    quiet: bool,
+) -> None:
+    """Say `text` in the form that a server's logs have."""
+    if args.log_format == "json":
+        fields = {"address": address, "seconds": round(seconds, 3)}
+        logging.getLogger("tokenmill.access").info("%s", text, extra={"fields": fields})
+    elif not quiet:
+        console.print(text)
 
 
 def configure_logging_of_servers(console: Console, *, log_format: str) -> None:

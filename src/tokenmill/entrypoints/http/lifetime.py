@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tokenmill.entrypoints.http.connection import connection_class
+from tokenmill.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,16 @@ def make_uvicorn(
         ssl_keyfile=settings.ssl_keyfile,
     )
     return QuietServer(config)
+
+
+async def until_listening(
+    server: uvicorn.Server, serving: asyncio.Task[None], address: str
+) -> None:
+    """Wait until a server that was begun takes connections. Raises `ConfigError` if it cannot."""
+    while not (server.started or serving.done()):
+        await asyncio.sleep(0.01)
+    if serving.done():
+        raise ConfigError(f"cannot listen on {address}: {serving.exception()}.")
 
 
 async def first_of(*waits: Awaitable[object]) -> None:

@@ -21,11 +21,17 @@ from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.entrypoints.http.adapters import load_first_adapters, parse_adapters
 from tokenmill.entrypoints.http.app import create_app
 from tokenmill.entrypoints.http.engine import Engine
-from tokenmill.entrypoints.http.lifetime import Signals, drain, first_of, let_end, make_uvicorn
+from tokenmill.entrypoints.http.lifetime import (
+    Signals,
+    drain,
+    first_of,
+    let_end,
+    make_uvicorn,
+    until_listening,
+)
 from tokenmill.entrypoints.http.listener import Listener, bind
 from tokenmill.entrypoints.http.load_lines import write_load_lines
 from tokenmill.entrypoints.http.state import ServerState, make_state
-from tokenmill.errors import ConfigError
 from tokenmill.observe.service_manager import notify
 
 logger = logging.getLogger(__name__)
@@ -83,10 +89,7 @@ async def _serve(
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
     loads = asyncio.create_task(write_load_lines(state))
     try:
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.01)
-        if serving.done():
-            raise ConfigError(f"cannot listen on {listener.address}: {serving.exception()}.")
+        await until_listening(server, serving, listener.address)
         announce()
         notify("READY=1")
         await first_of(serving, signals.first.wait(), died.wait())

@@ -8,12 +8,18 @@ import time
 from collections.abc import Callable
 
 from tokenmill.config.route_args import RouteArgs
-from tokenmill.entrypoints.http.lifetime import Signals, drain, first_of, let_end, make_uvicorn
+from tokenmill.entrypoints.http.lifetime import (
+    Signals,
+    drain,
+    first_of,
+    let_end,
+    make_uvicorn,
+    until_listening,
+)
 from tokenmill.entrypoints.http.listener import Listener, bind
 from tokenmill.entrypoints.router.app import create_app
 from tokenmill.entrypoints.router.checks import look, watch
 from tokenmill.entrypoints.router.state import RouterState, make_router
-from tokenmill.errors import ConfigError
 from tokenmill.observe.service_manager import notify
 
 logger = logging.getLogger(__name__)
@@ -58,10 +64,7 @@ async def _serve(
     serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
     watching = watch_all(state)
     try:
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.01)
-        if serving.done():
-            raise ConfigError(f"cannot listen on {listener.address}: {serving.exception()}.")
+        await until_listening(server, serving, listener.address)
         announce()
         notify("READY=1")
         await first_of(serving, signals.first.wait())
