@@ -11,7 +11,7 @@ from tokenmill.config.kv_transfer import KVTransferConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.errors import ConfigError
 from tokenmill.features.kv_transfer.disk import DiskStore
-from tokenmill.features.kv_transfer.identity import described, hash_root
+from tokenmill.features.kv_transfer.identity import hash_root
 from tokenmill.features.kv_transfer.memory import MemoryStore
 from tokenmill.features.kv_transfer.pool_blocks import LayerBlocks, PoolBlocks
 from tokenmill.features.kv_transfer.transfer import (
@@ -61,10 +61,12 @@ def build_kv_transfer(
 
 
 def _pool_blocks(model: CausalLM, cache: KVCacheConfig) -> tuple[PoolBlocks, list[list[str]]]:
-    """The tensors of each group's layers, and what they look like."""
+    """The tensors of each group's layers, and of each its layer's name, the shape of a block, the
+    type, and what computes it.
+    """
     attention, states = model.attention_layers(), state_layers(model)
     groups: list[list[LayerBlocks]] = []
-    layers = []
+    layers: list[list[str]] = []
     for group in cache.groups:
         tensors: list[LayerBlocks] = []
         for name in group.layer_names:
@@ -78,11 +80,16 @@ def _pool_blocks(model: CausalLM, cache: KVCacheConfig) -> tuple[PoolBlocks, lis
                 by = type(impl)
             tensors += found
             layers += [
-                (name, each.block_shape, each.tensor.dtype, f"{by.__module__}.{by.__qualname__}")
+                [
+                    name,
+                    str(each.block_shape),
+                    str(each.tensor.dtype),
+                    f"{by.__module__}.{by.__qualname__}",
+                ]
                 for each in found
             ]
         groups.append(tensors)
-    return PoolBlocks(groups), described(layers)
+    return PoolBlocks(groups), layers
 
 
 def _block_dim(shape: tuple[int, ...], num_blocks: int) -> int:

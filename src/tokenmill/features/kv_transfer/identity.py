@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,3 @@ def _code(implementation: str) -> list[str]:
 
 def _device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
-
-
-def described(shapes: Iterable[tuple[str, tuple[int, ...], torch.dtype, str]]) -> list[list[str]]:
-    """Name, shape of a block, type, and what computes it, of each layer's cache."""
-    return [[name, str(shape), str(dtype), by] for name, shape, dtype, by in shapes]
