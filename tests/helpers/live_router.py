@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 
-from helpers.live_server import Client
+from helpers.live_server import LiveApp
 from tokenmill.config.route_args import RouteArgs
-from tokenmill.entrypoints.http.lifetime import make_uvicorn
+from tokenmill.entrypoints.http.lifetime import make_uvicorn, until_listening
 from tokenmill.entrypoints.http.listener import bind
 from tokenmill.entrypoints.router.app import create_app
 from tokenmill.entrypoints.router.server import first_look, watch_all
@@ -18,35 +17,13 @@ from tokenmill.entrypoints.router.state import make_router
 QUICK = {"health_interval": 0.05, "health_timeout": 5.0, "connect_timeout": 5.0}
 
 
-class LiveRouter(Client):
-    """Routes to `urls` until the end of the `with` block."""
+class LiveRouter(LiveApp):
+    """Routes to `urls`."""
 
     def __init__(self, *urls, **args):
         backends = {} if "prefill" in args else {"backend": list(urls)}
         self.args = RouteArgs(port=0, **{**QUICK, **backends, **args})
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-
-    def __enter__(self):
-        self._thread.start()
-        assert self._ready.wait(30)
-        super().__init__(self.port)
-        return self
-
-    def __exit__(self, *exc_info):
-        self.loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.port}"
-
-    def wait_until(self, condition, seconds=20.0):
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "not in time"
-            time.sleep(0.005)
+        super().__init__()
 
     def wait_until_ready(self):
         self.wait_until(lambda: self.get("/ready").status == 200)
@@ -60,8 +37,7 @@ class LiveRouter(Client):
             self.port = listener.socket.getsockname()[1]
             server = make_uvicorn(create_app(self.state), self.state.args, date_header=False)
             serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
-            while not (server.started or serving.done()):
-                await asyncio.sleep(0.001)
+            await until_listening(server, serving, listener.address)
             watching = watch_all(self.state)
             self._ready.set()
             await asyncio.wait(

@@ -14,7 +14,7 @@ from helpers.fake_engine import FakeEngine
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.entrypoints.http.app import create_app
-from tokenmill.entrypoints.http.lifetime import make_uvicorn
+from tokenmill.entrypoints.http.lifetime import make_uvicorn, until_listening
 from tokenmill.entrypoints.http.listener import bind
 from tokenmill.entrypoints.http.state import make_state
 
@@ -102,22 +102,20 @@ class Client:
         return connection
 
 
-class LiveServer(Client):
-    """Serves `engine` until the end of the `with` block."""
+class LiveApp(Client):
+    """On a socket, in a thread of the test's own process, until the end of the `with` block.
 
-    def __init__(self, engine=None, *, options=None, chat_template=None, **args):
-        self.engine = engine or FakeEngine()
-        self.args = ServeArgs(port=0, **args)
-        self.options = options or ServeOptions()
-        self.chat_template = chat_template
+    `_serve` listens: it sets `loop`, `port` and `_end`, then `_ready`, and returns after `_end`.
+    """
+
+    def __init__(self, headers=None):
+        super().__init__(None, headers)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
     def __enter__(self):
         self._thread.start()
         assert self._ready.wait(30)
-        key = (self.args.api_key or [None])[0]
-        super().__init__(self.port, {"authorization": f"Bearer {key}"} if key else {})
         return self
 
     def __exit__(self, *exc_info):
@@ -129,15 +127,27 @@ class LiveServer(Client):
     def url(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def run(self, coroutine):
-        """Run a coroutine in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
-
     def wait_until(self, condition, seconds=60.0):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "not in time"
             time.sleep(0.005)
+
+
+class LiveServer(LiveApp):
+    """Serves `engine`."""
+
+    def __init__(self, engine=None, *, options=None, chat_template=None, **args):
+        self.engine = engine or FakeEngine()
+        self.args = ServeArgs(port=0, **args)
+        self.options = options or ServeOptions()
+        self.chat_template = chat_template
+        key = (self.args.api_key or [None])[0]
+        super().__init__({"authorization": f"Bearer {key}"} if key else {})
+
+    def run(self, coroutine):
+        """Run a coroutine in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
 
     async def _serve(self):
         self.loop = asyncio.get_running_loop()
@@ -149,8 +159,7 @@ class LiveServer(Client):
             self.port = listener.socket.getsockname()[1]
             server = make_uvicorn(create_app(self.state), self.state.args)
             serving = asyncio.create_task(server.serve(sockets=[listener.socket]))
-            while not (server.started or serving.done()):
-                await asyncio.sleep(0.001)
+            await until_listening(server, serving, listener.address)
             self._ready.set()
             await asyncio.wait(
                 [serving, asyncio.create_task(self._end.wait())],

@@ -51,6 +51,17 @@ def serving(chat_template=TEMPLATE, *, engine=None, **args):
     return LiveServer(engine, chat_template=chat_template, **args)
 
 
+def calling_until_answered(call, tool_result):
+    """A model that says `call` until its prompt has `tool_result`, then `Warm.`; not yet served."""
+
+    def answer(prompt_token_ids, params):
+        has_it = tool_result in tiny_tokenizer().decode(prompt_token_ids)
+        return Script(tiny_tokenizer().encode("Warm." if has_it else call))
+
+    engine = FakeEngine(answer, reasoning_parser="qwen3", max_model_len=4096)
+    return LiveServer(engine, tool_call_parser="hermes")
+
+
 class Choice:
     """A choice as a client has it in the end, streamed or not."""
 

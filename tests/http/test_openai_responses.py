@@ -11,6 +11,7 @@ import pytest
 
 from helpers.fake_engine import FakeEngine, Script, tiny_tokenizer
 from helpers.live_server import LiveServer
+from helpers.tool_chats import calling_until_answered
 from tokenmill.contracts.request import FinishReason
 
 ANSWER = "user\nHi\nassistant\n"
@@ -42,13 +43,7 @@ def client():
 @pytest.fixture(scope="module")
 def calling():
     """A client of a model that thinks, and calls a tool until it has an answer."""
-
-    def answer(prompt_token_ids, params):
-        has_it = "21 degrees" in tiny_tokenizer().decode(prompt_token_ids)
-        return Script(tiny_tokenizer().encode("Warm." if has_it else CALL))
-
-    engine = FakeEngine(answer, reasoning_parser="qwen3", max_model_len=4096)
-    with LiveServer(engine, tool_call_parser="hermes") as server, connect(server) as client:
+    with calling_until_answered(CALL, "21 degrees") as server, connect(server) as client:
         yield client
 
 
