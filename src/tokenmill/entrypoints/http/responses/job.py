@@ -13,6 +13,7 @@ import msgspec
 
 from tokenmill.entrypoints.http.blocks import (
     BlockEnd,
+    BlockEvent,
     BlockKind,
     BlockPiece,
     BlockReader,
@@ -41,6 +42,9 @@ from tokenmill.entrypoints.http.state import ServerState
 from tokenmill.outputs import CompletionOutput, RequestOutput
 
 logger = logging.getLogger(__name__)
+
+_LEADING = ("system", "developer")
+"""Roles of messages that are never left out, at the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +138,7 @@ class ResponsesJob(ChatJob):
     def _pieces(self, generation: Generation) -> Pieces:
         return _Pieces(self, generation)
 
-    def read(
-        self, sequence: CompletionOutput, generation: Generation
-    ) -> list[BlockStart | BlockPiece | BlockEnd]:
+    def read(self, sequence: CompletionOutput, generation: Generation) -> list[BlockEvent]:
         """Take in an output; what it brings. With the last one, the response is complete."""
         if self._reader is None:
             self._reader = BlockReader(self.plan)
@@ -264,9 +266,6 @@ class _ResponsesWire(Wire):
         """The last event of a stream that went wrong."""
         await self._job.fail(error)
         return self._job.events.end(self._job.so_far)
-
-
-_LEADING = ("system", "developer")
 
 
 def _room_for_prompt(state: ServerState, max_output: int | None) -> int:
