@@ -4,44 +4,43 @@ expect them. As in `protocol.py`, a field that is null counts as left out.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
+from tokenmill.entrypoints.http.field_types import (
+    CacheSalt,
+    ModelName,
+    meta,
+)
 from tokenmill.pooling_params import MAX_DIMENSIONS, MAX_TRUNCATION, POOLING_TASKS
 
 Texts = str | list[int | str | list[int]]
 ENCODING_FORMATS = ("float", "base64")
 
 
-def _meta(text: str, **schema: Any) -> Meta:
-    return Meta(description=text, extra_json_schema=schema or None)
-
-
-_INPUT = _meta("A text, its token ids, or a list of texts and lists of ids.")
+_INPUT = meta("A text, its token ids, or a list of texts and lists of ids.")
 
 
 class PoolingFields(Struct, kw_only=True):
     """What all of them share."""
 
-    model: Annotated[str | None, _meta("Name of the model, as /v1/models lists it.")] = None
+    model: ModelName = None
     truncate_prompt_tokens: Annotated[
         int | None,
-        _meta(
+        meta(
             "Keep the first so many tokens; -1 as many as fit.", minimum=-1, maximum=MAX_TRUNCATION
         ),
     ] = None
     use_activation: Annotated[
-        bool | None, _meta("Whether embeddings are normalised and scores are probabilities.")
+        bool | None, meta("Whether embeddings are normalised and scores are probabilities.")
     ] = None
-    priority: Annotated[int | None, _meta("Smaller is earlier, under that policy.")] = None
-    cache_salt: Annotated[
-        str | None, _meta("Share cached prefixes only with the same salt.", minLength=1)
-    ] = None
+    priority: Annotated[int | None, meta("Smaller is earlier, under that policy.")] = None
+    cache_salt: CacheSalt = None
     data_parallel_rank: Annotated[
-        int | None, _meta("The replica that is to compute it.", minimum=0)
+        int | None, meta("The replica that is to compute it.", minimum=0)
     ] = None
-    timeout: Annotated[float | None, _meta("Seconds.", exclusiveMinimum=0)] = None
+    timeout: Annotated[float | None, meta("Seconds.", exclusiveMinimum=0)] = None
     user: str | None = None
 
 
@@ -51,11 +50,11 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
     input: Annotated[Texts, _INPUT]
     encoding_format: Annotated[
         str | None,
-        _meta("float, or base64 of little-endian float32.", enum=[*ENCODING_FORMATS, None]),
+        meta("float, or base64 of little-endian float32.", enum=[*ENCODING_FORMATS, None]),
     ] = None
     dimensions: Annotated[
         int | None,
-        _meta(
+        meta(
             "Keep the first so many values, of a model that was trained so.",
             minimum=1,
             maximum=MAX_DIMENSIONS,
@@ -68,7 +67,7 @@ class PoolingBody(EmbeddingRequest, kw_only=True):
 
     task: Annotated[
         str | None,
-        _meta("What to make of the input; what the model is for by default.", enum=[
+        meta("What to make of the input; what the model is for by default.", enum=[
             *POOLING_TASKS, None
         ]),
     ] = None  # fmt: skip
@@ -85,10 +84,10 @@ class ScoreRequest(PoolingFields, kw_only=True):
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
-    queries: Annotated[str | list[str] | None, _meta("Another name of text_1.")] = None
-    documents: Annotated[str | list[str] | None, _meta("Another name of text_2.")] = None
-    data_1: Annotated[str | list[str] | None, _meta("Another name of text_1.")] = None
-    data_2: Annotated[str | list[str] | None, _meta("Another name of text_2.")] = None
+    queries: Annotated[str | list[str] | None, meta("Another name of text_1.")] = None
+    documents: Annotated[str | list[str] | None, meta("Another name of text_2.")] = None
+    data_1: Annotated[str | list[str] | None, meta("Another name of text_1.")] = None
+    data_2: Annotated[str | list[str] | None, meta("Another name of text_2.")] = None
 
 
 class Document(Struct):
@@ -101,9 +100,9 @@ class RerankRequest(PoolingFields, kw_only=True):
     """Body of POST /rerank."""
 
     query: str
-    documents: Annotated[list[str | Document], _meta("Texts, or objects with one.", minItems=1)]
-    top_n: Annotated[int | None, _meta("Best results to give; all by default.", minimum=0)] = None
-    return_documents: Annotated[bool | None, _meta("Repeat the texts; true by default.")] = None
+    documents: Annotated[list[str | Document], meta("Texts, or objects with one.", minItems=1)]
+    top_n: Annotated[int | None, meta("Best results to give; all by default.", minimum=0)] = None
+    return_documents: Annotated[bool | None, meta("Repeat the texts; true by default.")] = None
 
 
 class PoolingUsage(Struct, kw_only=True):

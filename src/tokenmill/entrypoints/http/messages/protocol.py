@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
+from tokenmill.entrypoints.http.field_types import (
+    CacheSalt,
+    ModelName,
+    Priority,
+    Seed,
+    Timeout,
+    meta,
+)
 from tokenmill.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TEMPERATURE
-
-
-def _meta(text: str, **schema: Any) -> Meta:
-    return Meta(description=text, extra_json_schema=schema or None)
-
 
 _BLOCKS = {
     "type": "array",
@@ -55,30 +58,30 @@ _TOOLS: dict[str, Any] = {
 class CountTokensRequest(Struct, kw_only=True):
     """Body of POST /v1/messages/count_tokens."""
 
-    model: Annotated[str | None, _meta("Name of the model, as /v1/models lists it.")] = None
-    messages: Annotated[list[dict[str, Any]], _meta("The conversation.", **_MESSAGES)]
+    model: ModelName = None
+    messages: Annotated[list[dict[str, Any]], meta("The conversation.", **_MESSAGES)]
     system: Annotated[
-        str | list[dict[str, Any]] | None, _meta("What comes first: a text, or blocks of text.")
+        str | list[dict[str, Any]] | None, meta("What comes first: a text, or blocks of text.")
     ] = None
     tools: Annotated[
-        list[dict[str, Any]] | None, _meta("Functions that the model may call.", **_TOOLS)
+        list[dict[str, Any]] | None, meta("Functions that the model may call.", **_TOOLS)
     ] = None
     tool_choice: Annotated[
         dict[str, Any] | None,
-        _meta("An object of type auto, any, tool (with its name) or none."),
+        meta("An object of type auto, any, tool (with its name) or none."),
     ] = None
     thinking: Annotated[
         dict[str, Any] | None,
-        _meta("An object of type enabled (with budget_tokens), adaptive or disabled."),
+        meta("An object of type enabled (with budget_tokens), adaptive or disabled."),
     ] = None
     output_config: Annotated[
-        dict[str, Any] | None, _meta("`format`, a JSON schema for the answer, and `effort`.")
+        dict[str, Any] | None, meta("`format`, a JSON schema for the answer, and `effort`.")
     ] = None
-    output_format: Annotated[
-        dict[str, Any] | None, _meta("Older name of output_config.format.")
-    ] = None
+    output_format: Annotated[dict[str, Any] | None, meta("Older name of output_config.format.")] = (
+        None
+    )
     chat_template_kwargs: Annotated[
-        dict[str, Any] | None, _meta("Further variables for the template.")
+        dict[str, Any] | None, meta("Further variables for the template.")
     ] = None
 
 
@@ -87,11 +90,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     max_tokens: Annotated[
         int,
-        _meta("Most tokens to generate; 0 reads the prompt into the prefix cache.", minimum=0),
+        meta("Most tokens to generate; 0 reads the prompt into the prefix cache.", minimum=0),
     ]
     stop_sequences: Annotated[
         list[str] | None,
-        _meta(
+        meta(
             "Strings that end the answer; none of them empty.",
             maxItems=MAX_STOP_STRINGS,
             minLength=1,
@@ -100,22 +103,18 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     ] = None
     temperature: Annotated[
         float | None,
-        _meta("0 always takes the best token.", minimum=0, maximum=MAX_TEMPERATURE),
+        meta("0 always takes the best token.", minimum=0, maximum=MAX_TEMPERATURE),
     ] = None
-    top_p: Annotated[float | None, _meta("In (0, 1].", exclusiveMinimum=0, maximum=1)] = None
-    top_k: Annotated[int | None, _meta("Best tokens to keep; 0 or -1 is off.", minimum=-1)] = None
+    top_p: Annotated[float | None, meta("In (0, 1].", exclusiveMinimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, meta("Best tokens to keep; 0 or -1 is off.", minimum=-1)] = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    mcp_servers: Annotated[list[Any] | None, _meta("Refused unless it is empty.")] = None
-    seed: Annotated[int | None, _meta("The whole of the request's randomness.")] = None
-    priority: Annotated[int | None, _meta("Smaller is earlier; needs that policy.")] = None
-    cache_salt: Annotated[
-        str | None, _meta("Share cached prefixes only with the same salt.", minLength=1)
-    ] = None
-    timeout: Annotated[
-        float | None, _meta("Seconds after which the request ends with an error.")
-    ] = None
+    mcp_servers: Annotated[list[Any] | None, meta("Refused unless it is empty.")] = None
+    seed: Seed = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    timeout: Timeout = None
 
 
 class ThinkingDetails(Struct):

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
+from tokenmill.entrypoints.http.field_types import (
+    CacheSalt,
+    ModelName,
+    Priority,
+    Seed,
+    Timeout,
+    meta,
+)
 from tokenmill.sampling_params import MAX_PENALTY, MAX_TEMPERATURE
-
-
-def _meta(text: str, **schema: Any) -> Meta:
-    return Meta(description=text, extra_json_schema=schema or None)
-
 
 _INPUT: dict[str, Any] = {"anyOf": [
     {"type": "string"},
@@ -40,37 +43,37 @@ _PENALTY = {"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY}
 class InputTokensRequest(Struct, kw_only=True):
     """Body of POST /v1/responses/input_tokens."""
 
-    model: Annotated[str | None, _meta("Name of the model, as /v1/models lists it.")] = None
+    model: ModelName = None
     input: Annotated[
         str | list[dict[str, Any]] | None,
-        _meta("A text, or items: messages, calls and their outputs, reasoning.", **_INPUT),
+        meta("A text, or items: messages, calls and their outputs, reasoning.", **_INPUT),
     ] = None
     instructions: Annotated[
-        str | None, _meta("What comes before everything; of this request only.")
+        str | None, meta("What comes before everything; of this request only.")
     ] = None
     previous_response_id: Annotated[
-        str | None, _meta("A response that was kept; its items come before the input.")
+        str | None, meta("A response that was kept; its items come before the input.")
     ] = None
-    tools: Annotated[
-        list[dict[str, Any]] | None, _meta("Functions and custom tools.", **_TOOLS)
-    ] = None
+    tools: Annotated[list[dict[str, Any]] | None, meta("Functions and custom tools.", **_TOOLS)] = (
+        None
+    )
     tool_choice: Annotated[
-        Any, _meta("none, auto, required, or an object that names a tool or allows some.")
+        Any, meta("none, auto, required, or an object that names a tool or allows some.")
     ] = None
-    parallel_tool_calls: Annotated[bool | None, _meta("False: at most one call.")] = None
-    text: Annotated[
-        dict[str, Any] | None, _meta("`format`: text, json_object, or json_schema.")
-    ] = None
-    reasoning: Annotated[dict[str, Any] | None, _meta("`effort`, for the template.")] = None
+    parallel_tool_calls: Annotated[bool | None, meta("False: at most one call.")] = None
+    text: Annotated[dict[str, Any] | None, meta("`format`: text, json_object, or json_schema.")] = (
+        None
+    )
+    reasoning: Annotated[dict[str, Any] | None, meta("`effort`, for the template.")] = None
     truncation: Annotated[
         str | None,
-        _meta(
+        meta(
             "auto leaves out the oldest items of an input that is too long.",
             enum=["auto", "disabled", None],
         ),
     ] = None
     chat_template_kwargs: Annotated[
-        dict[str, Any] | None, _meta("Further variables for the template.")
+        dict[str, Any] | None, meta("Further variables for the template.")
     ] = None
 
 
@@ -79,35 +82,35 @@ class ResponsesRequest(InputTokensRequest, kw_only=True):
 
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    store: Annotated[bool | None, _meta("Keep the response; true unless given.")] = None
+    store: Annotated[bool | None, meta("Keep the response; true unless given.")] = None
     background: Annotated[
-        bool | None, _meta("Answer at once, and compute meanwhile; ask again for the result.")
+        bool | None, meta("Answer at once, and compute meanwhile; ask again for the result.")
     ] = None
     max_output_tokens: Annotated[
-        int | None, _meta("Most tokens to generate; up to the context unless given.", minimum=1)
+        int | None, meta("Most tokens to generate; up to the context unless given.", minimum=1)
     ] = None
-    max_tool_calls: Annotated[int | None, _meta("Of tools that the server runs: none.")] = None
+    max_tool_calls: Annotated[int | None, meta("Of tools that the server runs: none.")] = None
     temperature: Annotated[
         float | None,
-        _meta("0 always takes the best token.", minimum=0, maximum=MAX_TEMPERATURE),
+        meta("0 always takes the best token.", minimum=0, maximum=MAX_TEMPERATURE),
     ] = None
-    top_p: Annotated[float | None, _meta("In (0, 1].", exclusiveMinimum=0, maximum=1)] = None
-    top_k: Annotated[int | None, _meta("Best tokens to keep; 0 or -1 is off.", minimum=-1)] = None
+    top_p: Annotated[float | None, meta("In (0, 1].", exclusiveMinimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, meta("Best tokens to keep; 0 or -1 is off.", minimum=-1)] = None
     presence_penalty: Annotated[
-        float | None, _meta("Taken from tokens that the answer has.", **_PENALTY)
+        float | None, meta("Taken from tokens that the answer has.", **_PENALTY)
     ] = None
     frequency_penalty: Annotated[
-        float | None, _meta("The same, each time that it has them.", **_PENALTY)
+        float | None, meta("The same, each time that it has them.", **_PENALTY)
     ] = None
     top_logprobs: Annotated[
-        int | None, _meta("Log-probabilities, of so many best tokens per position.", minimum=0)
+        int | None, meta("Log-probabilities, of so many best tokens per position.", minimum=0)
     ] = None
     include: Annotated[
-        list[str] | None, _meta("message.output_text.logprobs; others have no effect.")
+        list[str] | None, meta("message.output_text.logprobs; others have no effect.")
     ] = None
     metadata: Annotated[
         dict[str, str] | None,
-        _meta(
+        meta(
             "Up to 16 texts of the client's own, given back.",
             type=["object", "null"],
             additionalProperties={"type": "string", "maxLength": 512},
@@ -118,16 +121,12 @@ class ResponsesRequest(InputTokensRequest, kw_only=True):
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    conversation: Annotated[Any, _meta("Not supported.", enum=[None])] = None
-    prompt: Annotated[Any, _meta("Not supported.", enum=[None])] = None
-    seed: Annotated[int | None, _meta("The whole of the request's randomness.")] = None
-    priority: Annotated[int | None, _meta("Smaller is earlier; needs that policy.")] = None
-    cache_salt: Annotated[
-        str | None, _meta("Share cached prefixes only with the same salt.", minLength=1)
-    ] = None
-    timeout: Annotated[
-        float | None, _meta("Seconds after which the request ends with an error.")
-    ] = None
+    conversation: Annotated[Any, meta("Not supported.", enum=[None])] = None
+    prompt: Annotated[Any, meta("Not supported.", enum=[None])] = None
+    seed: Seed = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    timeout: Timeout = None
 
 
 class InputTokensDetails(Struct, kw_only=True):
