@@ -4,6 +4,7 @@
     app.py           routes and middleware
     state.py         what all requests share; admission
     protocol.py      request bodies          replies.py   response bodies
+    field_types.py   fields that request bodies of several protocols share
     body.py          bytes -> a checked request
     prompts.py       text, ids or messages -> token ids, off the event loop
     sampling.py      request fields -> SamplingParams
