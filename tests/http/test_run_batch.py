@@ -15,6 +15,7 @@ from helpers.pooling import encoder, with_tokenizer
 from helpers.pooling_engine import PoolingEngine
 from helpers.tiny import tiny_llama
 from tokenmill.config.serve_args import ServeArgs
+from tokenmill.entrypoints.cli import event_loop
 from tokenmill.entrypoints.cli.run_batch import answer_all
 from tokenmill.entrypoints.http.batch import answered_ids, read_batch
 from tokenmill.errors import EngineDeadError
@@ -198,3 +199,16 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     new = [json.loads(each) for each in lines[3:]]
     assert sorted(each["custom_id"] for each in new) == ["a", "c", "d"]
     assert all(each["response"]["body"]["choices"][0]["text"] for each in new)
+
+
+def test_whoever_interrupts_a_run_learns_how_it_goes_on(tmp_path, monkeypatch):
+    def interrupted(main):
+        main.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(event_loop, "run", interrupted)
+    given = tmp_path / "in.jsonl"
+    given.write_text(line("a", prompt="One"))
+    result = run_cli("run-batch", "-i", str(given), "-o", str(tmp_path / "out.jsonl"))
+    assert result.exit_code == 130
+    assert "--resume answers the rest" in result.stderr

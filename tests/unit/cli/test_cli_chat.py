@@ -68,12 +68,17 @@ def test_images_go_with_the_first_question_and_stay_in_the_conversation():
     ]
 
 
-def test_an_image_is_shown_with_the_next_question():
-    result = run_cli("chat", stdin="one\n/image ~/a b.png\n/image\ntwo\n/image c\n/reset\nthree\n")
-    shown = {"type": "image", "image": Path("~/a b.png").expanduser()}
+def test_an_image_is_shown_with_the_next_question(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "a b.png"
+    path.touch()
+    commands = ("/image ~/a b.png", "/image", "/image ~/none.png", "two", f"/image {path}")
+    result = run_cli("chat", stdin="\n".join(["one", *commands, "/reset", "three", ""]))
+    shown = {"type": "image", "image": path}
     assert result.llm.conversations[1][-1]["content"] == [shown, {"type": "text", "text": "two"}]
     assert contents(result.llm.conversations[2]) == [("user", "three")]
     assert "/image PATH" in result.stderr
+    assert f"There is no file '{tmp_path}/none.png'." in result.stderr
 
 
 def test_exit_leaves():

@@ -230,7 +230,10 @@ def _obey(line: str, conversation: Conversation) -> str:
         case "/image":
             if not argument.strip():
                 return COMMANDS[command]
-            conversation.images.append(Path(argument.strip()).expanduser())
+            path = Path(argument.strip()).expanduser()
+            if not path.is_file():
+                return f"There is no file {str(path)!r}."
+            conversation.images.append(path)
             return "The image goes with the next question."
         case "/help":
             return "\n".join(COMMANDS.values())

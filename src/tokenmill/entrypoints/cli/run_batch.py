@@ -100,7 +100,12 @@ def run_batch(
     done = _answered(output_file, resume=resume)
     lines = [line for line in lines if line.custom_id not in done]
     with _output(output_file, resume=resume) as output:
-        return event_loop.run(_run(args, serve_args, lines, output, console, quiet=quiet))
+        try:
+            return event_loop.run(_run(args, serve_args, lines, output, console, quiet=quiet))
+        except KeyboardInterrupt:
+            if output_file != "-":
+                console.print("interrupted: the same command with --resume answers the rest")
+            raise
 
 
 async def _run(
