@@ -353,3 +353,47 @@ def test_a_port_that_is_taken_is_refused() -> None:
         executor(steps, pipeline_parallel_size=2, num_nodes=2, master_port=taken.getsockname()[1]),
     ):
         pass
+
+
+class Places:
+    """Ranks that somebody else has started: threads, of which the last one goes after a step."""
+
+    parallel = ParallelConfig(tensor_parallel_size=2, master_addr="there")
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self.ends: list[float] = []
+
+    def accept(self, check_others: Callable[[], None]) -> Iterator[tuple[int, socket.socket]]:
+        for number in range(2):
+            check_others()
+            ours, theirs = socket.socketpair()
+            rank = Rank(number, theirs)
+            threading.Thread(target=be, args=(rank, self.behave), daemon=True).start()
+            yield number, ours
+
+    def behave(self, rank: Rank) -> None:
+        self.addresses.append(rank.build().config.parallel.master_addr)
+        while not isinstance(message := rank.receive(), messages.Stop):
+            if isinstance(message, messages.Sample):
+                if rank.number == 1:
+                    return
+                rank.send(messages.StepResult(output(0)))
+
+    def how_it_ended(self, rank: int) -> str:
+        return f"went, of {rank + 1}"
+
+    def end(self, *, grace: float = 1.0) -> None:
+        self.ends.append(grace)
+
+
+def test_ranks_that_somebody_else_has_placed() -> None:
+    places = Places()
+    ranks = MultiprocExecutor(ARGS, settled(tensor_parallel_size=2), places=places)
+    assert not ranks.rank_pids
+    ranks.execute_model(plan(0))
+    assert ranks.sample_tokens(None).result().step_id == 0
+    with pytest.raises(EngineDeadError, match="Rank 1 went, of 2"):
+        ranks.take_result(1)
+    assert places.addresses == ["there", "there"]
+    assert places.ends[0] == 0.0, "nobody is waited for"

@@ -94,8 +94,8 @@ class EngineArgs:
     pipeline_parallel_size: int = 1
     """Stages among which the layers are divided, each of tensor_parallel_size processes."""
     distributed_executor_backend: str | None = None
-    """How the processes of a model are started: uni (there is only one) or mp; by default as the
-    sizes above need."""
+    """How the processes of a model are started: uni (there is only one), mp, or ray, on machines of
+    a Ray cluster; by default uni or mp, as the sizes above need."""
     nnodes: int = 1
     """Machines that these processes are on, as many on each; on all but the first, start
     `tokenmill serve --headless` with the same settings."""

@@ -97,10 +97,7 @@ def _check_places(args: EngineArgs, parallel: ParallelConfig) -> None:
             "distributed_executor_backend", args.distributed_executor_backend, BACKENDS
         )
         if backend == "ray":
-            raise ConfigError(
-                "distributed_executor_backend='ray' is not supported: processes are started with"
-                " 'mp', on other machines by `tokenmill serve --headless` (docs/parallel.md)."
-            )
+            _check_ray(args, ranks, world_size)
         if backend == "uni" and world_size > 1:
             raise ConfigError(
                 f"distributed_executor_backend='uni' is one process, but {ranks} need"
@@ -122,6 +119,25 @@ def _check_places(args: EngineArgs, parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"data_parallel_size={args.data_parallel_size} with nnodes={num_nodes} is not"
             f" supported; start a server on each set of machines, and route among them."
+        )
+
+
+def _check_ray(args: EngineArgs, ranks: str, world_size: int) -> None:
+    """What Ray has no part in."""
+    given = "distributed_executor_backend='ray'"
+    if world_size == 1:
+        raise ConfigError(
+            f"{given} places several processes, but {ranks} need one only; leave it out."
+        )
+    if args.node_rank:
+        raise ConfigError(
+            f"{given} starts the ranks of all machines, but node_rank={args.node_rank}; start the"
+            f" server only, and leave node_rank out."
+        )
+    if args.data_parallel_size > 1:
+        raise ConfigError(
+            f"{given} with data_parallel_size={args.data_parallel_size} is not supported; start"
+            f" several servers, and route among them."
         )
 
 

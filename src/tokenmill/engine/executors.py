@@ -34,7 +34,12 @@ def start_workers(
     if config.parallel.world_size > 1:
         from tokenmill.executor.multiproc import MultiprocExecutor
 
-        ranks = MultiprocExecutor(args, config, on_progress, on_death=on_death)
+        places = None
+        if args.distributed_executor_backend == "ray":
+            from tokenmill.executor.ray import RayRanks
+
+            places = RayRanks(args, config)
+        ranks = MultiprocExecutor(args, config, on_progress, on_death=on_death, places=places)
         return Workers(ranks, ranks.kv_cache_config)
     from tokenmill.executor.local import local_executor
     from tokenmill.worker.build import build_worker

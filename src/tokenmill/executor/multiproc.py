@@ -22,12 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import NoReturn
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.parallel import ParallelConfig
-from tokenmill.contracts.encoding import rebuild
+from tokenmill.contracts.encoding import LogRecord, rebuild
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo
@@ -36,7 +37,7 @@ from tokenmill.contracts.sampled import SampledTokens
 from tokenmill.errors import ConfigError, EngineDeadError, TokenmillError
 from tokenmill.executor import messages
 from tokenmill.executor.launch import LocalRank, end_ranks, start_ranks
-from tokenmill.executor.remote import accept_ranks
+from tokenmill.executor.remote import RankPlaces, accept_ranks
 from tokenmill.kernels import native
 
 DEFAULT_FACTORY = "tokenmill.engine.build:build_rank"
@@ -69,8 +70,10 @@ class MultiprocExecutor:
         factory: str = DEFAULT_FACTORY,
         on_death: Callable[[], None] | None = None,
         start: StartRanks = start_ranks,
+        places: RankPlaces | None = None,
     ) -> None:
-        """Start the ranks of this machine with `start`, and wait until all are built.
+        """Start the ranks of this machine with `start`, unless all are at `places`, which end with
+        this executor, and wait until all are built.
 
         `on_death` is called, in a thread of its own, when a rank has died and nobody has asked for
         anything for a second: where nobody may ask for a long time.
@@ -83,6 +86,7 @@ class MultiprocExecutor:
         self._streams: dict[int, socket.socket] = {}
         """By rank."""
         self._local: list[LocalRank] = []
+        self._places = places
         self._death: TokenmillError | None = None
         self._setup_answers: dict[int, messages.Built] = {}
         self._store_address: str | None = None
@@ -90,10 +94,9 @@ class MultiprocExecutor:
         self._num_results = 0
         self._results: dict[int, ModelRunnerOutput] = {}
         """Of steps whose result nobody has asked for yet, by their number."""
-        first_samplers = self._parallel.output_rank
-        self._learners = range(first_samplers)
+        self._learners = range(self._parallel.output_rank)
         """Ranks that do not see what is sampled."""
-        self._samplers = range(first_samplers, self._parallel.world_size)
+        self._samplers = range(self._parallel.output_rank, self._parallel.world_size)
         self._rows: dict[int, list[int]] = {}
         """Of the plans in flight, by step id; of stages, which are told what was sampled."""
         self._unlearnt: list[SampledTokens] = []
@@ -142,6 +145,8 @@ class MultiprocExecutor:
         for stream in self._streams.values():
             self._say_goodbye(stream)
         end_ranks(self._local)
+        if self._places is not None:
+            self._places.end()
         self._streams.clear()
         self._local.clear()
         self._selector.close()
@@ -175,8 +180,8 @@ class MultiprocExecutor:
         match message:
             case messages.StepResult(output):
                 self._take_output(output)
-            case messages.LogRecord():
-                _log(message)
+            case LogRecord():
+                message.hand_on()
             case messages.LoadProgress(done, total):
                 if rank == 0:
                     self._on_progress(done, total)
@@ -222,16 +227,13 @@ class MultiprocExecutor:
     # ---- life and death ---------------------------------------------------------------------
 
     def _start(self, setup: messages.RankSetup, start: StartRanks) -> None:
-        ends: dict[int, socket.socket] = {}
-
-        def address_of(rank: int) -> socket.socket:
-            ends[rank], other = socket.socketpair()
-            return other
-
-        self._local = start(self._parallel, 0, address_of)
-        for rank, stream in ends.items():
-            self._listen(rank, stream)
-        for rank, stream in accept_ranks(self._parallel, self._raise_if_one_ended):
+        if self._places is None:
+            self._start_here(start)
+            others = accept_ranks(self._parallel, self._raise_if_one_ended)
+        else:
+            setup.config = replace(setup.config, parallel=self._places.parallel)
+            others = self._places.accept(self._raise_if_one_ended)
+        for rank, stream in others:
             self._listen(rank, stream)
         if self._parallel.uses_process_group(native.is_available()):
             setup.store_address = ""  # rank 0 opens the place where they meet
@@ -254,6 +256,17 @@ class MultiprocExecutor:
                     f" set TOKENMILL_ISA to what all of them have."
                 )
             assert built.kv_cache_config == self.kv_cache_config
+
+    def _start_here(self, start: StartRanks) -> None:
+        ends: dict[int, socket.socket] = {}
+
+        def address_of(rank: int) -> socket.socket:
+            ends[rank], other = socket.socketpair()
+            return other
+
+        self._local = start(self._parallel, 0, address_of)
+        for rank, stream in ends.items():
+            self._listen(rank, stream)
 
     def _listen(self, rank: int, stream: socket.socket) -> None:
         self._streams[rank] = stream
@@ -285,6 +298,8 @@ class MultiprocExecutor:
         """Nothing works any more: raise why, now and whenever somebody asks again."""
         self._death = self._death or error
         end_ranks(self._local, grace=0.0)  # they may wait for one that will not come
+        if self._places is not None:
+            self._places.end(grace=0.0)
         self.shutdown()
         raise self._death
 
@@ -293,6 +308,8 @@ class MultiprocExecutor:
             if each.rank == rank:
                 end_ranks([each], grace=0.5)
                 return each.how_it_ended()
+        if self._places is not None:
+            return self._places.how_it_ended(rank)
         return f"on another machine (of nnodes={self._parallel.num_nodes}) has gone"
 
     @staticmethod
@@ -349,11 +366,3 @@ class _LoadingAdapter(Future[AdapterInfo]):
 
 def _log_level() -> int:
     return logging.getLogger("tokenmill").getEffectiveLevel()
-
-
-def _log(record: messages.LogRecord) -> None:
-    """Hand a record of a rank to this process's handlers."""
-    logger = logging.getLogger(record.name)
-    made = logger.makeRecord(record.name, record.level, "", 0, "%s", (record.message,), None)
-    made.created = record.created
-    logger.handle(made)

@@ -60,6 +60,7 @@ def settled(
     )
 
 
+RAY: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be an integer of at least 1"),
     (
@@ -115,7 +116,17 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
         "'uni' is one process, but tensor_parallel_size=2 and pipeline_parallel_size=1 need 2",
     ),
-    ({}, {"distributed_executor_backend": "ray"}, "'ray' is not supported"),
+    (
+        {},
+        {"distributed_executor_backend": "ray"},
+        "'ray' places several processes, but tensor_parallel_size=1 and pipeline_parallel_size=1",
+    ),
+    (
+        {},
+        {**RAY, "nnodes": 2, "node_rank": 1},
+        "'ray' starts the ranks of all machines, but node_rank=1",
+    ),
+    ({}, {**RAY, "data_parallel_size": 2}, "'ray' with data_parallel_size=2 is not supported"),
     ({}, {"distributed_executor_backend": "mpi"}, "is not one of: uni, mp, ray"),
     (
         {},
