@@ -14,7 +14,7 @@ from tokenmill.config.memory import Weights, format_bytes, layer_kv_bytes
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.engine.build import Progress, find_machine, open_model, settle_config
 from tokenmill.entrypoints.bench.load_prompts import answered_lengths
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, shown
 from tokenmill.simulate.cost import EXPERTS, CostModel, MachineFigures, RooflineCost, WeightSizes
 from tokenmill.simulate.fitting import fit, read_step_times
 from tokenmill.simulate.model import cache_of, parameters_of
@@ -87,6 +87,12 @@ def open_cluster(
 
     Raises what opening a model raises, and `ConfigError` for what cannot be simulated.
     """
+    if options.priorities is not None and args.scheduling_policy != "priority":
+        raise ConfigError(
+            f"priorities={shown(options.priorities)} change nothing with"
+            f" scheduling_policy={shown(args.scheduling_policy)}; set it to 'priority', or leave"
+            f" them out."
+        )
     checkpoint = open_model(args, on_progress, without_torch=True)
     try:
         config = settle_config(args, checkpoint, _machine(args, options))

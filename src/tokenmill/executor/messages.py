@@ -29,6 +29,8 @@ from tokenmill.errors import EngineDeadError
 _LENGTH = struct.Struct("<Q")
 _MAX_BYTES = 1 << 34
 """Of a message; more is none of ours."""
+HELLO_BYTES = 64
+"""Of a `Hello`: whoever has not said it yet makes nobody take memory for more."""
 
 
 class RankSetup(msgspec.Struct, array_like=True, tag=0):
@@ -154,20 +156,20 @@ def receive_to_rank(stream: socket.socket) -> ToRank:
     return _to_rank.decode(_receive(stream))
 
 
-def receive_from_rank(stream: socket.socket) -> FromRank:
+def receive_from_rank(stream: socket.socket, max_bytes: int = _MAX_BYTES) -> FromRank:
     """The next message from a rank. Raises `EOFError` if it has gone, and `EngineDeadError` for
-    bytes that are no message.
+    bytes that are no message, or more of them than `max_bytes`.
     """
-    data = _receive(stream)
+    data = _receive(stream, max_bytes)
     try:
         return _from_rank.decode(data)
     except msgspec.DecodeError as error:
         raise EngineDeadError(f"a rank has sent what is no message: {error}") from error
 
 
-def _receive(stream: socket.socket) -> bytearray:
+def _receive(stream: socket.socket, max_bytes: int = _MAX_BYTES) -> bytearray:
     (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
-    if length > _MAX_BYTES:
+    if length > max_bytes:
         raise EngineDeadError(f"a message of {length} bytes is none of a rank's")
     return _exactly(stream, length)
 

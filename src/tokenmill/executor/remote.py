@@ -109,7 +109,7 @@ def _hello(stream: socket.socket) -> int:
     """Which rank has connected; -1 for whoever does not say so."""
     stream.settimeout(_HELLO_TIMEOUT)
     try:
-        message = messages.receive_from_rank(stream)
+        message = messages.receive_from_rank(stream, messages.HELLO_BYTES)
     except (OSError, EOFError, EngineDeadError):
         return -1
     stream.settimeout(None)

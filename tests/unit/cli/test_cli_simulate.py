@@ -39,6 +39,12 @@ def test_tables():
     assert "simulated in" in result.stderr
 
 
+def test_priorities_that_would_change_nothing():
+    result = simulate(*MACHINE, *LOAD, "--priorities", "0:1,1:1")
+    assert result.exit_code == 2
+    assert "scheduling_policy='fcfs'; set it to 'priority'" in result.stderr
+
+
 def test_one_json_object_and_the_same_again():
     first, second = figures(*MACHINE, *LOAD), figures(*MACHINE, *LOAD)
     assert first == second
