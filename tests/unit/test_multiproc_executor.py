@@ -337,10 +337,7 @@ def test_ranks_of_another_machine_come_over_tcp() -> None:
         threading.Thread(target=come, args=arguments, daemon=True)
         for arguments in [
             (0, b"GET / HTTP/1.1\r\n\r\n"),
-            (
-                0,
-                (1 << 30).to_bytes(8, "little"),
-            ),  # announced: nobody waits, or takes memory, for it
+            (0, (1 << 30).to_bytes(8, "little")),  # a gigabyte, as it says
             (1,),
         ]
     ]
