@@ -16,6 +16,20 @@ WEATHER = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 NOW = {"name": "now", "input_schema": {"type": "object"}}
+TOOLS = [WEATHER, NOW]
+CALL = {"type": "tool_use", "id": "c1", "name": "now", "input": {"zone": "UTC"}}
+
+
+def user(*blocks):
+    return {"role": "user", "content": list(blocks)}
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def assistant(*blocks):
+    return {"role": "assistant", "content": list(blocks)}
 
 
 def post(server, *, path="/v1/messages", headers=None, **fields):
