@@ -16,6 +16,31 @@ WEATHER = {
 }
 NOW = {"type": "function", "name": "now"}
 SHELL = {"type": "custom", "name": "sh", "description": "Runs a line."}
+TOOLS = [WEATHER, NOW, SHELL]
+LS = '<tool_call>\n{"name": "sh", "arguments": {"input": "ls -l"}}\n</tool_call>'
+MATHS = {
+    "type": "namespace",
+    "name": "maths",
+    "description": "Sums.",
+    "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}, SHELL],
+}
+
+
+def message(role, *parts):
+    return {"type": "message", "role": role, "content": list(parts)}
+
+
+def said(text, kind="input_text"):
+    return {"type": kind, "text": text}
+
+
+def call(call_id, name, arguments, **more):
+    item = {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+    return {**item, **more}
+
+
+def output(call_id, value):
+    return {"type": "function_call_output", "call_id": call_id, "output": value}
 
 
 def post(server, *, headers=None, **fields):
