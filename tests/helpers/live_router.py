@@ -149,3 +149,23 @@ def answer(body, status=200, **headers):
     lines = [f"HTTP/1.1 {status} X", f"content-length: {len(body)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def named(name):
+    def behave(head, body, writer):
+        writer.write(answer(json.dumps({"by": name}).encode()))
+
+    return behave
+
+
+def who(reply):
+    assert reply.status == 200, reply.body
+    return reply.json["by"]
+
+
+def header(head, name):
+    found = [
+        line.split(b": ", 1)[1] for line in head.split(b"\r\n") if line.startswith(name + b": ")
+    ]
+    assert len(found) <= 1
+    return found[0] if found else None
