@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from helpers.core import FakeExecutor
+from helpers.fake_executor import FakeExecutor
 from tokenmill.contracts.kv_transfer import BlockCopy, RemoteOrigin, Transferred
 
 ROOT = b"r" * 32

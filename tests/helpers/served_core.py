@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from helpers.core import FakeExecutor, FakeStep, create_kv_cache_config
+from helpers.core import create_kv_cache_config
+from helpers.fake_executor import FakeExecutor, FakeStep
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.plan import SchedulerOutput

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.core import create_core, create_request, endless, generate_alone, run_to_end
+from helpers.core import create_core, create_request, run_to_end
+from helpers.fake_executor import endless, generate_alone
 from tokenmill.contracts.request import FinishReason
 from tokenmill.errors import EngineDeadError, InvalidRequestError
 

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from helpers.core import FakeExecutor, create_request, create_scheduler
+from helpers.core import create_request, create_scheduler
+from helpers.fake_executor import FakeExecutor
 from tokenmill.contracts.request import EngineCoreOutput
 from tokenmill.core import scheduler as scheduler_module
 from tokenmill.core.decoding import settle_token, steps_in_place

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.core import (
-    add,
-    create_core,
-    create_request,
-    create_scheduler,
-    endless,
-    planned,
-    settle,
-)
+from helpers.core import add, create_core, create_request, create_scheduler, planned, settle
+from helpers.fake_executor import endless
 from tokenmill.core.decoding import steps_in_place
 
 

@@ -11,12 +11,11 @@ from helpers.core import (
     create_core,
     create_request,
     create_scheduler,
-    endless,
-    generate_alone,
     planned,
     run_to_end,
     settle,
 )
+from helpers.fake_executor import endless, generate_alone
 from helpers.images import Image, Piece, prompt_of
 from tokenmill.contracts.plan import EncoderWork, SchedulerOutput
 from tokenmill.contracts.request import EngineCoreRequest, MultiModalFeature

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from helpers.core import EOS, FakeExecutor, create_request, create_scheduler, endless
+from helpers.core import create_request, create_scheduler
+from helpers.fake_executor import EOS, FakeExecutor, endless
 from tokenmill.contracts.plan import GrammarOutput
 from tokenmill.contracts.request import FinishReason
 from tokenmill.contracts.seams import GrammarProgress, NoGrammars

@@ -9,14 +9,13 @@ import pytest
 
 from helpers.core import (
     Collector,
-    FakeExecutor,
     check_idle,
     check_invariants,
     create_core,
     create_request,
-    generate_alone,
     run_to_end,
 )
+from helpers.fake_executor import FakeExecutor, generate_alone
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.core.micro_batches import MicroBatches
 from tokenmill.engine.core import EngineCore

@@ -10,12 +10,11 @@ from helpers.core import (
     create_core,
     create_request,
     create_scheduler,
-    endless,
-    generate_alone,
     planned,
     run_to_end,
     settle,
 )
+from helpers.fake_executor import endless, generate_alone
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.core.step import Step
 

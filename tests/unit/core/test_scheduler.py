@@ -5,20 +5,17 @@ from __future__ import annotations
 import pytest
 
 from helpers.core import (
-    EOS,
-    VOCAB_SIZE,
     add,
     check_idle,
     create_core,
     create_kv_cache_config,
     create_request,
     create_scheduler,
-    endless,
-    generate_alone,
     planned,
     run_to_end,
     settle,
 )
+from helpers.fake_executor import EOS, VOCAB_SIZE, endless, generate_alone
 from tokenmill.config.engine_config import (
     CacheConfig,
     EngineConfig,

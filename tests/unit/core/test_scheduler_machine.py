@@ -20,8 +20,8 @@ from helpers.core import (
     create_executor,
     create_request,
     create_scheduler,
-    generate_alone,
 )
+from helpers.fake_executor import generate_alone
 from helpers.images import Image, prompt_of
 from tokenmill.contracts.request import AdapterRef, FinishReason
 from tokenmill.core.encoder import EncoderSchedule

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.core import (
-    add,
-    create_core,
-    create_request,
-    create_scheduler,
-    endless,
-    generate_alone,
-    run_to_end,
-    settle,
-)
+from helpers.core import add, create_core, create_request, create_scheduler, run_to_end, settle
+from helpers.fake_executor import endless, generate_alone
 from tokenmill.contracts.request import AdapterRef
 
 

@@ -12,12 +12,11 @@ from helpers.core import (
     create_executor,
     create_request,
     create_scheduler,
-    endless,
-    generate_alone,
     planned,
     run_to_end,
     settle,
 )
+from helpers.fake_executor import endless, generate_alone
 from tokenmill.contracts.request import FinishReason
 
 

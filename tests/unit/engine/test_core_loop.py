@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from helpers.core import create_core, create_request, endless, generate_alone
+from helpers.core import create_core, create_request
+from helpers.fake_executor import endless, generate_alone
 from tokenmill.engine import wire
 from tokenmill.engine.core_process import FRONT_END_TIMEOUT, CoreLoop
 from tokenmill.engine.status_page import StatusPage

@@ -12,7 +12,8 @@ import zmq
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from helpers.core import BLOCK_SIZE, create_core, create_request, endless, run_to_end
+from helpers.core import create_core, create_request, run_to_end
+from helpers.fake_executor import BLOCK_SIZE, endless
 from helpers.kv_transfer import FakeTransfer
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.kv_events import KVEventsConfig, resolve_kv_events

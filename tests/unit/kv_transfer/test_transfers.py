@@ -9,16 +9,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from helpers.core import (
-    BLOCK_SIZE,
     Collector,
     check_idle,
     check_invariants,
     create_core,
     create_request,
-    endless,
-    generate_alone,
     run_to_end,
 )
+from helpers.fake_executor import BLOCK_SIZE, endless, generate_alone
 from helpers.kv_transfer import FakeTransfer
 from tokenmill.contracts.kv_transfer import Transferred
 from tokenmill.contracts.request import FinishReason
