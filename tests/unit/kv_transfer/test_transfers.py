@@ -373,6 +373,21 @@ def test_held_blocks_are_not_handed_out() -> None:
     run_to_end(core)
 
 
+def test_whoever_waits_for_held_blocks_sleeps(monkeypatch) -> None:
+    core, giver = make(FakeTransfer(keeps_blocks=False), num_blocks=14)
+    prefill(core)
+
+    def fetched_meanwhile(seconds: float) -> None:
+        assert seconds > 0
+        giver.fetched(*giver.held)
+
+    monkeypatch.setattr(giver, "wait", fetched_meanwhile)
+    larger = [id_ for other in OTHERS for id_ in other][: 8 * BLOCK_SIZE]
+    result = run_until_done(core, request := ask(larger, max_tokens=2))
+    assert result.token_ids == generate_alone(request, core.scheduler, endless).token_ids
+    run_to_end(core)
+
+
 def test_others_never_hold_the_whole_pool() -> None:
     core, giver = make(FakeTransfer(keeps_blocks=False), num_blocks=14)
     assert len(prefill(core)[1]["remote_block_ids"]) == 6

@@ -344,7 +344,8 @@ class KVTransfers:
             )
 
     def wait(self) -> None:
-        if self._jobs.loads or self._saves.is_busy:
+        jobs = self._jobs
+        if jobs.loads or jobs.holds or self._saves.is_busy:
             self._transfer.wait(_WAIT_SECONDS)
 
     def take_failures(self) -> list[tuple[str, str]]:
