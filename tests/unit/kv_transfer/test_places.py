@@ -141,7 +141,21 @@ def test_what_a_dead_engine_has_left_is_removed(tmp_path):
 
 
 def test_files_of_others_in_the_directory_are_left_alone(tmp_path):
-    others = [tmp_path / name for name in ("a.tmp", "a.kv", "00/11/22.kv", f"{'0' * 16}/00/a.tmp")]
+    ours = f"{'0' * 16}/00"
+    others = [
+        tmp_path / name
+        for name in (
+            "a.tmp",
+            "a.kv",
+            "00/11/22.kv",
+            f"{'0' * 16}/pictures/22.kv",
+            f"{ours}/a.tmp",
+            f"{ours}/notes.kv",
+            f"{ours}/22.kv.old",
+            f"{ours}/22.kv.{'0' * 16}.1.tmp.old",
+            f"{ours}/22.kv.mine.tmp",
+        )
+    ]
     for each in others:
         each.parent.mkdir(parents=True, exist_ok=True)
         each.write_bytes(bytes(100_000))
