@@ -10,6 +10,7 @@ from PIL import Image
 from helpers.pictures import as_file, picture, png_chunk
 from tokenmill.errors import InvalidRequestError
 from tokenmill.features.multimodal.decoding import decode_image
+from tokenmill.features.multimodal.metadata import bare_jpeg
 
 LIMIT = 1 << 20
 UPRIGHT, LYING = (4, 8), (8, 4)
@@ -83,6 +84,24 @@ def test_b116_pillow_puts_no_metadata_of_a_jpeg_together():
     assert not {"exif", "icc_profile", "comment"} & image.info.keys()
     plain = decode_image(JPEG, LIMIT).transpose(Image.Transpose.ROTATE_270)
     assert image.tobytes() == plain.tobytes()
+
+
+@pytest.mark.parametrize("marker", [*range(0xE1, 0xEE), 0xEF, 0xFE])
+def test_b116_segments_of_applications_are_cut_out(marker):
+    assert bare_jpeg(with_segments((marker, b"words"))) == (JPEG, {})
+
+
+def test_what_says_how_colours_are_stored_stays():
+    adobe = with_segments((0xEE, b"Adobe\0\x64\0\0\0\0\1"))
+    assert b"JFIF\0" in adobe
+    assert bare_jpeg(adobe) == (adobe, {})
+
+
+def test_the_first_exif_of_a_jpeg_counts():
+    straight = table((0x0112, 3, 1, 1, "Hxx"))
+    for first, second, size in ((TURNED, straight, UPRIGHT), (straight, TURNED, LYING)):
+        segments = [(0xE1, b"Exif\0\0" + exif) for exif in (first, second)]
+        assert decode_image(with_segments(*segments), LIMIT).size == size
 
 
 def test_b116_no_tag_but_one_is_read(monkeypatch):
