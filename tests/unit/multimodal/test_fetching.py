@@ -53,6 +53,10 @@ class Handler(BaseHTTPRequestHandler):
     def loop(self):
         self.send(307, b"", Location="/loop")
 
+    def slow(self):
+        time.sleep(0.2)
+        self.send(302, b"", Location="/slow")
+
     def missing(self):
         self.send(404)
 
@@ -303,11 +307,12 @@ def test_b118_every_hop_is_checked(internet):
         ("endless", "more than 1000000 bytes"),
         ("drips", "longer than 0.3 s"),
         ("heads", "longer than 0.3 s"),
+        ("slow", "longer than 0.3 s"),
     ],
 )
 def test_b118_size_and_time_are_limited(internet, path, message):
     limit = MAX_FILE_BYTES if path == "claims" else 1_000_000
-    fetcher = internet.fetcher(seconds=0.3 if "s" in path and path in ("drips", "heads") else 10)
+    fetcher = internet.fetcher(seconds=0.3 if path in ("drips", "heads", "slow") else 10)
     with pytest.raises(InvalidRequestError, match=message):
         fetcher.fetch(f"http://images.example/{path}", limit)
 
