@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(307, b"", Location="/loop")
 
     def slow(self):
-        time.sleep(0.2)
+        time.sleep(0.1)
         self.send(302, b"", Location="/slow")
 
     def missing(self):
