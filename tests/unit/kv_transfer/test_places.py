@@ -190,6 +190,19 @@ def test_an_engine_that_is_stopped_while_it_makes_room_holds_up_nobody(tmp_path,
     assert store.has(key_of(2))
 
 
+def test_an_engine_waits_for_another_that_makes_room(tmp_path):
+    store = store_in(tmp_path, max_bytes=2 * (SIZE + 48))
+    for number in range(2):
+        store.write(key_of(number), block_of(number))
+    with open(tmp_path / "lock", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        timer = threading.Timer(0.1, fcntl.flock, (lock, fcntl.LOCK_UN))
+        timer.start()
+        store.write(key_of(2), block_of(2))
+        timer.join()
+    assert store.has(key_of(2))
+
+
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     file = tmp_path / "file"
     file.touch()
