@@ -14,7 +14,7 @@ from helpers.cli import run_cli, run_process
 from tokenmill import __version__
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.entrypoints.cli.flags import field_docs
-from tokenmill.entrypoints.cli.main import EXIT_FAILURE, EXIT_USAGE, _prepare_streams
+from tokenmill.entrypoints.cli.main import EXIT_FAILURE, EXIT_USAGE, _prepare_streams, app
 from tokenmill.sampling_params import SamplingParams
 
 HELP = [
@@ -92,6 +92,28 @@ def test_ctrl_c_while_the_command_is_loaded_shows_no_traceback():
 def test_version():
     assert run_cli("--version").stdout == f"tokenmill {__version__}\n"
     assert run_cli("chat", "--version").stdout == f"tokenmill {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        ("serve", ()),
+        ("run-batch", ("-i", "-", "-o", "-")),
+        ("inspect", ()),
+        ("quantize", ("--out", "o")),
+        ("chat", ()),
+        ("generate", ()),
+        ("simulate", ()),
+        ("bench latency", ()),
+    ],
+)
+def test_the_model_has_the_same_flags_everywhere(command, more):
+    words = command.split()
+    takes_it_first = command in ("serve", "run-batch", "inspect", "quantize")
+    for flag in (("-m",), ("--model",), *([()] if takes_it_first else [])):
+        _, bound, _ = app.parse_args([*words, *flag, "a/b", *more], exit_on_error=False)
+        given = bound.arguments
+        assert given.get("model") == "a/b" or given["engine"].model == "a/b"
 
 
 NO_FLAGS = {"detokenize", "flat_logprobs", "output_kind", "skip_clone", "stream_interval"}

@@ -76,7 +76,7 @@ the end of its context. Sampling flags that are not given have the model's own d
 # Without the usage line cyclopts would collect all flags once more, for 30 ms.
 app = App(
     name="chat",
-    usage="Usage: tokenmill chat [OPTIONS] [QUESTION]",
+    usage="Usage: tokenmill chat [-m MODEL] [OPTIONS] [QUESTION]",
     help_epilogue=NOTES.replace("\n", " ").strip(),
 )
 

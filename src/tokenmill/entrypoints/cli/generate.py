@@ -65,7 +65,7 @@ have the model's own defaults.
 # Without the usage line cyclopts would collect all flags once more, for 30 ms.
 app = App(
     name="generate",
-    usage="Usage: tokenmill generate [OPTIONS] [PROMPTS...]",
+    usage="Usage: tokenmill generate [-m MODEL] [OPTIONS] [PROMPTS...]",
     help_epilogue=NOTES.replace("\n", " ").strip(),
 )
 

@@ -14,7 +14,7 @@ from tokenmill.entrypoints.cli.session import open_console
 if TYPE_CHECKING:
     from tokenmill.engine.inspection import ModelReport
 
-MODEL = Parameter(help="A directory, a GGUF file, an alias, owner/name at the hub.")
+MODEL = Parameter(alias="-m", help="A directory, a GGUF file, an alias, owner/name at the hub.")
 REVISION = Parameter(help="Branch, tag or commit of a hub id.")
 LOAD_FORMAT = Parameter(help="dummy: a directory with a config.json is enough.")
 DTYPE = Parameter(help="Type of activations: auto, bfloat16, float16 or float32.")
@@ -25,7 +25,6 @@ JSON = Parameter(name="--json", negative=(), help="One JSON object.")
 
 def inspect_command(
     model: Annotated[str, MODEL],
-    /,
     *,
     revision: Annotated[str | None, REVISION] = None,
     load_format: Annotated[str, LOAD_FORMAT] = "auto",

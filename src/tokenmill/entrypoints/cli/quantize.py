@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("int8", "int4")
 
-MODEL = Parameter(help="A directory with safetensors, an alias, owner/name at the hub.")
+MODEL = Parameter(alias="-m", help="A directory with safetensors, an alias, owner/name at the hub.")
 OUT = Parameter(help="Directory to be written; later it is the model. Left out: only --check.")
 FORMAT = Parameter(help="int8 or int4; vocabularies are int8 in both.")
 CHECK = Parameter(negative=(), help="Print the perplexity on a short text, before and after.")
@@ -30,7 +30,6 @@ THREADS = Parameter(help="Compute threads.")
 def quantize_command(
     model: Annotated[str, MODEL],
     out: Annotated[Path | None, OUT] = None,
-    /,
     *,
     format: Annotated[str, FORMAT] = "int8",
     check: Annotated[bool, CHECK] = False,

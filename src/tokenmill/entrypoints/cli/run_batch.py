@@ -41,7 +41,7 @@ OUTPUT = Parameter(
 RESUME = Parameter(
     negative=(), help="Go on with an output file: requests that it has an answer to are left out."
 )
-MODEL = Parameter(help="The model: a directory, a GGUF file, a hub id, or an alias.")
+MODEL = Parameter(alias="-m", help="The model: a directory, a GGUF file, a hub id, or an alias.")
 ANSWERS = Parameter(name="*", group=Group("Answers", sort_key=1))
 BATCH_ENGINE = Parameter(name="*", group=Group("Engine", sort_key=2))
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from tokenmill.engine.async_llm import AsyncLLM
     from tokenmill.entrypoints.http.state import ServerState
 
-MODEL = Parameter(help="The model to serve: a directory, a GGUF file, a hub id, or an alias.")
+MODEL = Parameter(
+    alias="-m", help="The model to serve: a directory, a GGUF file, a hub id, or an alias."
+)
 CONFIG = Parameter(help="A YAML, TOML or JSON file with flags as `max_model_len: 2048`.")
 PRINT_CONFIG = Parameter(
     negative=(), help="Print all settings, and where they come from, as a --config file; no start."
