@@ -107,7 +107,7 @@ def test_a_simulation_knows_the_scheduler_and_no_engine() -> None:
         text = path.read_text()
         used = {other for _, other in imported_packages(path)} - {"simulate"}
         rule = re.findall(r"^from tokenmill\.engine\.(\w+)", text, re.MULTILINE)
-        assert set(rule) <= {"prefix_index", "prefix_placement"}
+        assert set(rule) <= {"prefix_index", "replica_balancer"}
         assert used - {"engine"} <= SIMULATED, path.name
 
 

@@ -26,12 +26,12 @@ ANYWHERE = Placement()
 """Of the only core of an engine."""
 
 
-def placements(config: EngineConfig, root: Path = Path("/")) -> list[Placement]:
+def placements(config: EngineConfig) -> list[Placement]:
     """One for each replica. Raises `ConfigError` if there are fewer GPUs than replicas."""
     count = config.data_parallel_size
     if count == 1:
         return [ANYWHERE]
-    shares = divided(neighbours(allowed_cpus(), root), count)
+    shares = divided(neighbours(allowed_cpus()), count)
     if config.device == "cpu":
         return [Placement(cpus) for cpus in shares]
     gpus = visible_gpus()

@@ -14,7 +14,7 @@ from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCo
 from tokenmill.engine import wire
 from tokenmill.engine.core_client import DEFAULT_FACTORY, ProcessClient
 from tokenmill.engine.placement import placements
-from tokenmill.engine.prefix_placement import PrefixPlacement
+from tokenmill.engine.replica_balancer import ReplicaBalancer
 from tokenmill.errors import EngineDeadError
 
 _POLL_MS = 200
@@ -31,7 +31,7 @@ class ReplicasClient:
     ) -> None:
         """Start all processes. Raises `ConfigError` if there is no place for so many."""
         self._clients: list[ProcessClient] = []
-        self._placement = PrefixPlacement(config.data_parallel_size, config.cache)
+        self._balancer = ReplicaBalancer(config.data_parallel_size, config.cache)
         self._homes: dict[str, int] = {}
         """Who computes each unfinished request."""
         self._arrived: deque[EngineCoreOutputs] = deque()
@@ -55,7 +55,7 @@ class ReplicasClient:
         for home in self._homes.values():
             loads[home] += 1
         for request in requests:
-            rank = self._placement.place(request, loads)
+            rank = self._balancer.assign(request, loads)
             self._clients[rank].add_requests([request])
             self._homes[request.request_id] = rank
             loads[rank] += 1
@@ -78,7 +78,7 @@ class ReplicasClient:
     def reset_prefix_cache(self) -> Future[bool]:
         answers = [client.reset_prefix_cache() for client in self._clients]
         for rank in range(len(self._clients)):
-            self._placement.forget(rank)
+            self._balancer.forget(rank)
         self._wait_for(answers)
         done: Future[bool] = Future()
         done.set_result(all(answer.result() for answer in answers))

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from tokenmill.config.engine_config import CacheConfig
 from tokenmill.contracts.request import AdapterInfo, EngineCoreRequest
-from tokenmill.engine.prefix_placement import PrefixPlacement
 from tokenmill.engine.replica import Replica
+from tokenmill.engine.replica_balancer import ReplicaBalancer
 from tokenmill.errors import EngineDeadError, InvalidRequestError
 
 
@@ -17,7 +17,7 @@ class Replicas(Sequence[Replica]):
 
     def __init__(self, replicas: Sequence[Replica], cache: CacheConfig) -> None:
         self._replicas = tuple(replicas)
-        self._placement = PrefixPlacement(len(replicas), cache)
+        self._balancer = ReplicaBalancer(len(replicas), cache)
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -58,11 +58,11 @@ class Replicas(Sequence[Replica]):
             return self[0]
         able = [each for each in self.alive if among is None or each in among] or self.alive
         able = [each for each in able if each.client is not None] or able
-        return self[self._placement.place(request, {each.rank: each.load for each in able})]
+        return self[self._balancer.assign(request, {each.rank: each.load for each in able})]
 
     def forget_prefixes(self, replica: Replica) -> None:
         """The replica's cache is empty."""
-        self._placement.forget(replica.rank)
+        self._balancer.forget(replica.rank)
 
     async def reset_prefix_caches(self) -> bool:
         """Have all forget all prefixes; False if requests are running in one of them.

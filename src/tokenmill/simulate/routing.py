@@ -7,13 +7,13 @@ from typing import Protocol
 
 from tokenmill.config.engine_config import CacheConfig
 from tokenmill.contracts.request import EngineCoreRequest
-from tokenmill.engine.prefix_placement import PrefixPlacement
+from tokenmill.engine.replica_balancer import ReplicaBalancer
 
 
 class Router(Protocol):
     """Sends requests to workers, by what it knows of them: how much each has to do."""
 
-    def place(self, request: EngineCoreRequest, loads: dict[int, float]) -> int:
+    def assign(self, request: EngineCoreRequest, loads: dict[int, float]) -> int:
         """The worker, by its number, that is to have a request, which is taken to get it. Loads
         are those of all workers (`engine.prefix_index`).
         """
@@ -24,11 +24,11 @@ class RoundRobin:
     """One after another."""
 
     def __init__(self) -> None:
-        self._num_placed = 0
+        self._num_assigned = 0
 
-    def place(self, request: EngineCoreRequest, loads: dict[int, float]) -> int:
-        self._num_placed += 1
-        return (self._num_placed - 1) % len(loads)
+    def assign(self, request: EngineCoreRequest, loads: dict[int, float]) -> int:
+        self._num_assigned += 1
+        return (self._num_assigned - 1) % len(loads)
 
 
 class LeastLoaded:
@@ -37,7 +37,7 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._last = -1
 
-    def place(self, request: EngineCoreRequest, loads: dict[int, float]) -> int:
+    def assign(self, request: EngineCoreRequest, loads: dict[int, float]) -> int:
         count, start = len(loads), self._last + 1
         least = min(loads.values())
         order = (number % count for number in range(start, start + count))
@@ -48,6 +48,6 @@ class LeastLoaded:
 ROUTERS: dict[str, Callable[[int, CacheConfig], Router]] = {
     "round_robin": lambda num_workers, cache: RoundRobin(),
     "least_loaded": lambda num_workers, cache: LeastLoaded(),
-    "prefix": PrefixPlacement,
+    "prefix": ReplicaBalancer,
 }
 """By their names in `SimulateOptions.routing`."""

@@ -62,7 +62,7 @@ class Simulation:
         return self._events[0][0] if self._events else NEVER
 
     def _send(self, request: SimulatedRequest) -> None:
-        number = self._router.place(request.to_core(), self._loads)
+        number = self._router.assign(request.to_core(), self._loads)
         if self._workers[number].add(request, request.arrival):
             self._watch(number)
         else:

@@ -205,11 +205,11 @@ def ask():
 
 def test_round_robin():
     router, loads = RoundRobin(), dict.fromkeys(range(3), 0.0)
-    assert [router.place(ask(), loads) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [router.assign(ask(), loads) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_least_loaded_is_least_loaded():
     draw, router = random.Random(1), LeastLoaded()
     for _ in range(100):
         loads = {number: float(draw.randrange(3)) for number in range(5)}
-        assert loads[router.place(ask(), loads)] == min(loads.values())
+        assert loads[router.assign(ask(), loads)] == min(loads.values())

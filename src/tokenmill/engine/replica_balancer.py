@@ -27,7 +27,7 @@ def request_keys(request: EngineCoreRequest, block_size: int, most: int) -> list
     )
 
 
-class PrefixPlacement:
+class ReplicaBalancer:
     """A `PrefixBalancer` of engine cores: blocks as their KV caches have them."""
 
     def __init__(self, num_replicas: int, cache: CacheConfig) -> None:
@@ -39,7 +39,7 @@ class PrefixPlacement:
             blocks_per_load=_TOKENS_PER_LOAD / cache.block_size,
         )
 
-    def place(self, request: EngineCoreRequest, loads: dict[int, float]) -> int:
+    def assign(self, request: EngineCoreRequest, loads: dict[int, float]) -> int:
         """The rank, of those in `loads`, that is to have a request; it is taken to get it."""
         keys = request_keys(request, self._block_size, self._max_blocks)
         rank = self._balancer.choose(keys, loads).owner
