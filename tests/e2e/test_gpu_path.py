@@ -178,3 +178,26 @@ def test_drafts_change_nothing(tiny_llama, alone, ahead):
     outputs = generate(engine, PROMPTS, PARAMS)
     assert tokens_of(outputs) == tokens_of(alone)
     assert sum(output.metrics.num_draft_tokens for output in outputs) > 0
+
+
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_that_drafts_changes_nothing(tiny_llama, alone, ahead):
+    """It drafts for itself, so that a slot with wrong keys shows: another draft would not hold."""
+    engine = gpu_engine(
+        tiny_llama,
+        dtype="float32",
+        num_kv_blocks=16,
+        max_model_len=20,
+        max_num_seqs=3,
+        async_scheduling=ahead,
+        speculative_config={
+            "model": str(tiny_llama),
+            "num_speculative_tokens": 2,
+            "adaptive": False,
+        },
+    )
+    outputs = generate(engine, PROMPTS, PARAMS)
+    assert tokens_of(outputs) == tokens_of(alone)
+    assert logprobs_of(outputs) == logprobs_of(alone)
+    num_drafts = sum(output.metrics.num_draft_tokens for output in outputs)
+    assert num_drafts == sum(output.metrics.num_accepted_tokens for output in outputs) > 4

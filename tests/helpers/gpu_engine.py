@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.draft_model import DraftFiles
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.machine import Accelerator, Machine
 from tokenmill.config.resolve import resolve
+from tokenmill.config.speculation import read_speculative_config
 from tokenmill.core.build import build_scheduler
 from tokenmill.engine.build import build_front_end, read_tokenizer
 from tokenmill.engine.client import InProcessClient
@@ -20,15 +23,19 @@ from tokenmill.engine.core import EngineCore
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.executor.local import InlineExecutor
 from tokenmill.features.lora.build import OnGpu, build_adapters
-from tokenmill.layers.gpu import GpuKernels, WeightFormat
+from tokenmill.features.spec.build import build_drafter
 from tokenmill.lora_request import LoRARequest
 from tokenmill.models.base import CausalLM
-from tokenmill.models.loader import load_model
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
 from tokenmill.structured_output.build import build_grammars
 from tokenmill.worker.batch import BatchShape
-from tokenmill.worker.gpu import make_gpu_runner
+from tokenmill.worker.gpu import (
+    load_gpu_draft,
+    load_gpu_model,
+    make_gpu_draft_runner,
+    make_gpu_runner,
+)
 from tokenmill.worker.graphs.cuda import GraphSizes
 from tokenmill.worker.graphs.forward import DirectForward
 from tokenmill.worker.inputs.staging import Staging
@@ -81,13 +88,14 @@ def gpu_engine(
         tensor_shapes=checkpoint.tensor_shapes,
         tensor_formats=checkpoint.tensor_formats,
         machine=MACHINE,
+        draft=draft_files(args),
     )
-    weight_format = cast(WeightFormat, config.quantization or "plain")
-    kernels = GpuKernels(device(), exact=config.exact, weight_format=weight_format)
-    model = load_model(config.model, checkpoint, kernels=kernels)
+    model = load_gpu_model(config, checkpoint, device())
     adapters = build_adapters(config, model, OnGpu(device(), Staging(device()).stage_into))
     cache = kv_cache_config(config, model)
-    runner = make_gpu_runner(config, model, cache, device(), adapters)
+    draft = load_gpu_draft(config, device())
+    drafter = build_drafter(config, partial(make_gpu_draft_runner, draft, cache, device()))
+    runner = make_gpu_runner(config, model, cache, device(), adapters, drafter)
     if sizes is not None:
         runner.capture(lambda model, largest, blank_step: PaddedForward(model, sizes))
     worker = Worker(runner, cache)
@@ -109,6 +117,20 @@ def gpu_engine(
         input_processor=front_end.input_processor,
         client=InProcessClient(core),
         output_processor=front_end.output_processor,
+    )
+
+
+def draft_files(args: EngineArgs) -> DraftFiles | None:
+    """The headers of the model that drafts; None if none does."""
+    speculation = read_speculative_config(args)
+    if speculation is None or speculation.model is None:
+        return None
+    checkpoint = open_checkpoint(Path(speculation.model))
+    return DraftFiles(
+        path=str(checkpoint.path),
+        config=checkpoint.config,
+        tensor_shapes=checkpoint.tensor_shapes,
+        tensor_formats=checkpoint.tensor_formats,
     )
 
 

@@ -45,7 +45,7 @@ def resolve_draft(
         return speculation
     assert files is not None, "the model that drafts was not opened"
     parameters = read_parameters(files.config)
-    check_draft(speculation.model, parameters, target, kernels)
+    check_draft(speculation.model, parameters, target)
     device = "cuda" if kernels == "triton" else "cpu"
     tensors = files.tensor_shapes, files.tensor_formats
     weights = held_weights(*tensors, speculation.quantization, device, dtype, kernels)
@@ -63,7 +63,7 @@ def resolve_draft(
     return replace(speculation, draft=draft)
 
 
-def check_draft(name: str, draft: ModelParameters, target: ModelParameters, kernels: str) -> None:
+def check_draft(name: str, draft: ModelParameters, target: ModelParameters) -> None:
     """Raise `ConfigError` if a model cannot draft for another."""
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -75,11 +75,6 @@ def check_draft(name: str, draft: ModelParameters, target: ModelParameters, kern
         raise ConfigError(
             f"speculative_config.model={name!r} has state-space layers, which cannot forget a"
             f" token that was drafted; take a model with attention only."
-        )
-    if kernels == "triton":
-        raise ConfigError(
-            f"speculative_config.model={name!r}: models draft on a CPU only so far; on a GPU take"
-            f" speculative_config.method='ngram', or device='cpu'."
         )
 
 

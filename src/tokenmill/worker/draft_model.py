@@ -9,8 +9,7 @@ from typing import cast
 import torch
 
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.config.engine_config import EngineConfig, ModelConfig
-from tokenmill.config.speculation import DraftModel
+from tokenmill.config.engine_config import EngineConfig, ModelConfig, SamplingConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
 from tokenmill.contracts.kv_groups import group_layers
 from tokenmill.errors import ConfigError
@@ -37,13 +36,10 @@ def make_draft_runner(
     Raises `ConfigError` if no layer of the other model keeps all of a sequence, and what
     `load_model` raises.
     """
-    assert config.speculation is not None
-    draft = config.speculation.draft
-    assert draft is not None
-    kv_group = _group_that_keeps_all(target_cache)
-    config = _config_of_draft(config, draft)
+    config = config_of_draft(config)
     model = _load(config)
-    cache = _cache_of_draft(config, model, target_cache)
+    cache = cache_of_draft(config, model, target_cache)
+    limits = limits_of_drafts(config, cache, target_cache)
     scheduler = config.scheduler
     runner = ModelRunner(
         model,
@@ -53,24 +49,30 @@ def make_draft_runner(
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             max_model_len=scheduler.max_model_len,
             block_size=cache.block_size,
-            vocab_size=draft.vocab_size,
+            vocab_size=config.model.vocab_size,
         ),
         sampler=Sampler(),
-        row_params=RowSamplingParams(scheduler.max_num_seqs, draft.vocab_size),
+        row_params=RowSamplingParams(scheduler.max_num_seqs, config.model.vocab_size),
     )
-    if config.graphs != "off" and uses_native_kernels(draft.dtype):
+    if config.graphs != "off" and uses_native_kernels(config.model.dtype):
         runner.capture(checked(record) if config.graphs == "check" else record)
         runner.capture_decode_steps(record_decode_steps)
-    limits = DraftLimits(
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=draft.max_model_len,
+    return runner, limits
+
+
+def limits_of_drafts(
+    config: EngineConfig, cache: KVCacheConfig, target_cache: KVCacheConfig
+) -> DraftLimits:
+    """Of the model that drafts, with its settings and its cache; raises as `make_draft_runner`."""
+    return DraftLimits(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=config.model.max_model_len,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
-        kv_group=kv_group,
+        kv_group=_group_that_keeps_all(target_cache),
         num_groups=len(cache.groups),
     )
-    return runner, limits
 
 
 def _group_that_keeps_all(cache: KVCacheConfig) -> int:
@@ -83,8 +85,13 @@ def _group_that_keeps_all(cache: KVCacheConfig) -> int:
     )
 
 
-def _config_of_draft(config: EngineConfig, draft: DraftModel) -> EngineConfig:
-    """The engine's settings with the model that drafts in place of the other one."""
+def config_of_draft(config: EngineConfig) -> EngineConfig:
+    """The engine's settings with the model that drafts, which there must be, in place of the other
+    one.
+    """
+    assert config.speculation is not None
+    draft = config.speculation.draft
+    assert draft is not None
     return dataclasses.replace(
         config,
         model=ModelConfig(
@@ -98,8 +105,10 @@ def _config_of_draft(config: EngineConfig, draft: DraftModel) -> EngineConfig:
         ),
         cache=dataclasses.replace(config.cache, dtype=draft.dtype),
         quantization=draft.quantization,
+        sampling=SamplingConfig(),
         speculation=None,
         lora=None,
+        encoder=None,
     )
 
 
@@ -109,7 +118,7 @@ def _load(config: EngineConfig) -> CausalLM:
     return load_model(config.model, open_checkpoint(Path(config.model.path)), kernels=kernels)
 
 
-def _cache_of_draft(
+def cache_of_draft(
     config: EngineConfig, model: CausalLM, target_cache: KVCacheConfig
 ) -> KVCacheConfig:
     """As many blocks as the other model has; windows release nothing here."""

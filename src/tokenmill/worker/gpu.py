@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
+from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.memory import GPU_RESERVE_BYTES, format_bytes
 from tokenmill.contracts.kv_cache import KVCacheConfig
@@ -23,6 +25,7 @@ from tokenmill.errors import ConfigError, MemoryBudgetError
 from tokenmill.features.kv_transfer.build import build_kv_transfer
 from tokenmill.features.lora.build import OnGpu, build_adapters
 from tokenmill.features.spec.build import build_drafter
+from tokenmill.features.spec.draft_model import DraftLimits
 from tokenmill.layers.gpu import GpuKernels, WeightFormat
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
@@ -30,6 +33,8 @@ from tokenmill.sampling.gpu import GpuSampler
 from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.worker.adapters import RowAdapters
 from tokenmill.worker.bind import bind_attention
+from tokenmill.worker.draft_model import cache_of_draft, config_of_draft, limits_of_drafts
+from tokenmill.worker.drafts import Drafter
 from tokenmill.worker.graphs.cuda import CudaGraphRecorder, GraphSizes
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.groups import num_kv_groups
@@ -49,6 +54,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+Draft = tuple[EngineConfig, CausalLM]
+"""A model that drafts, and the engine's settings with it in place of the other one."""
 LOGITS_SLAB = 1024
 """Rows of logits computed at once: each slab reads the head's weights once."""
 STAGES = (
@@ -72,16 +79,70 @@ def build_gpu_worker(
             " CUDA that the driver supports, or use device='cpu'."
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    weight_format = cast(WeightFormat, config.quantization or "plain")
-    kernels = GpuKernels(device, exact=config.exact, weight_format=weight_format)
-    model = load_model(config.model, checkpoint, on_progress, kernels=kernels)
+    model = load_gpu_model(config, checkpoint, device, on_progress)
     adapters = build_adapters(config, model, OnGpu(device, Staging(device).stage_into))
+    draft = load_gpu_draft(config, device)
     weights = torch.cuda.memory_allocated(device)
     planned = kv_cache_config(config, model)
-    step = _measure_step(config, model, replace(planned, num_blocks=2), device)
-    cache = _fit(planned, step + config.ledger.encoder_cache, device)
-    runner = make_gpu_runner(config, model, cache, device, adapters)
+    smallest = replace(planned, num_blocks=2)
+    step, block_bytes = _measure_step(config, model, smallest, device), planned.bytes_per_block
+    if draft is not None:
+        cache = cache_of_draft(*draft, smallest)
+        step += _measure_step(*draft, cache, device)
+        block_bytes += cache.bytes_per_block
+    cache = _fit(planned, block_bytes, step + config.ledger.encoder_cache, device)
+    drafter = build_drafter(config, partial(_draft_runner, draft, cache, device))
+    runner = make_gpu_runner(config, model, cache, device, adapters, drafter)
     _annotate(runner)
+    _capture(config, runner)
+    _log_memory(config, cache, weights, step)
+    return Worker(runner, cache, build_kv_transfer(config, model, cache, checkpoint))
+
+
+def load_gpu_model(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> CausalLM:
+    """The model on the kernels of a GPU. Raises what `load_model` raises."""
+    weight_format = cast(WeightFormat, config.quantization or "plain")
+    kernels = GpuKernels(device, exact=config.exact, weight_format=weight_format)
+    return load_model(config.model, checkpoint, on_progress, kernels=kernels)
+
+
+def load_gpu_draft(config: EngineConfig, device: torch.device) -> Draft | None:
+    """The model that drafts, with its settings, if one does."""
+    if config.speculation is None or config.speculation.draft is None:
+        return None
+    config = config_of_draft(config)
+    return config, load_gpu_model(config, open_checkpoint(Path(config.model.path)), device)
+
+
+def make_gpu_draft_runner(
+    draft: Draft, target_cache: KVCacheConfig, device: torch.device
+) -> tuple[ModelRunner, DraftLimits]:
+    """A runner of the model that drafts, with K and V for each block of the other's pool.
+
+    Raises `ConfigError` if no layer of the other model keeps all of a sequence.
+    """
+    config, model = draft
+    cache = cache_of_draft(config, model, target_cache)
+    limits = limits_of_drafts(config, cache, target_cache)
+    return make_gpu_runner(config, model, cache, device), limits
+
+
+def _draft_runner(
+    draft: Draft | None, target_cache: KVCacheConfig, device: torch.device
+) -> tuple[ModelRunner, DraftLimits]:
+    assert draft is not None
+    runner, limits = make_gpu_draft_runner(draft, target_cache, device)
+    _capture(draft[0], runner)
+    return runner, limits
+
+
+def _capture(config: EngineConfig, runner: ModelRunner) -> None:
+    """Capture a runner's steps, unless that is off, and compile whatever else they need."""
     if config.graphs != "off" and _can_be_captured(runner):
         record = CudaGraphRecorder(
             GraphSizes.default(
@@ -92,8 +153,6 @@ def build_gpu_worker(
         )
         runner.capture(checked(record) if config.graphs == "check" else record)
     runner.warm_up()
-    _log_memory(config, cache, weights, step)
-    return Worker(runner, cache, build_kv_transfer(config, model, cache, checkpoint))
 
 
 def _can_be_captured(runner: ModelRunner) -> bool:
@@ -109,6 +168,7 @@ def make_gpu_runner(
     cache: KVCacheConfig,
     device: torch.device,
     adapters: RowAdapters | None = None,
+    drafter: Drafter | None = None,
 ) -> ModelRunner:
     """A runner whose rows are mirrored on `device`, and whose results are finished later."""
     scheduler = config.scheduler
@@ -120,7 +180,9 @@ def make_gpu_runner(
     sizes = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     inputs = DeviceInputs(rows, *sizes, staging, device)
     if config.encoder is not None:
-        inputs = MultiModalDeviceInputs(model, rows, *sizes, staging, device)
+        inputs = MultiModalDeviceInputs(
+            model, rows, *sizes, staging, device, is_bidirectional=config.encoder.is_bidirectional
+        )
     return ModelRunner(
         model,
         groups,
@@ -143,13 +205,9 @@ def make_gpu_runner(
         ),
         row_params=build_row_params(config),
         adapters=adapters,
-        drafter=build_drafter(config, _no_draft_model),
+        drafter=drafter,
         hand_over=finish_later,
     )
-
-
-def _no_draft_model() -> NoReturn:
-    raise AssertionError("models that draft are refused on a GPU (config/draft_model.py)")
 
 
 def _measure_step(
@@ -165,17 +223,22 @@ def _measure_step(
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _fit(planned: KVCacheConfig, step_bytes: int, device: torch.device) -> KVCacheConfig:
-    """The planned pool, or as much of it as the measured memory allows."""
+def _fit(
+    planned: KVCacheConfig, block_bytes: int, step_bytes: int, device: torch.device
+) -> KVCacheConfig:
+    """The planned pool, or as much of it as the measured memory allows.
+
+    A block takes `block_bytes`, those of the model that drafts included.
+    """
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     room = free - step_bytes - GPU_RESERVE_BYTES
-    num_blocks = min(planned.num_blocks, room // planned.bytes_per_block)
+    num_blocks = min(planned.num_blocks, room // block_bytes)
     if num_blocks < 2:
         raise MemoryBudgetError(
             f"The GPU has {format_bytes(free)} free beside the weights; a step takes"
             f" {format_bytes(step_bytes)}, the reserve {format_bytes(GPU_RESERVE_BYTES)}, and the"
-            f" KV cache needs at least {format_bytes(2 * planned.bytes_per_block)}. Lower"
+            f" KV cache needs at least {format_bytes(2 * block_bytes)}. Lower"
             f" max_num_batched_tokens or max_num_seqs."
         )
     if num_blocks < planned.num_blocks:

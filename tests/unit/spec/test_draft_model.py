@@ -51,6 +51,7 @@ class Target:
         needed = -(-(len(prompt) + NUM_DRAFTS + 1) // BLOCK_SIZE)
         new = [self._free.pop() for _ in range(needed - len(hits))]
         request = new_request(token_ids=prompt, **params)
+        request.req_id = f"r{row}"
         request.row, request.num_computed_tokens = row, BLOCK_SIZE * len(hits)
         request.block_ids = ([], [*hits, *new])
         self.known[row], self.blocks[row], self.params[row] = list(prompt), [*hits, *new], params
@@ -80,6 +81,11 @@ class Target:
         self.drafter.update(plan)
         counts = np.array([len(self.known[row]) for row in rows])
         return self.drafter.propose(list(tokens), np.array(rows), counts, self.table)
+
+    def late_gain(self, req_id: str, row: int, length: int) -> dict[str, list[int]]:
+        """The tokens of a step come after another one has begun."""
+        counts = np.array([length])
+        return self.drafter.propose([req_id], np.array([row]), counts, self.table)
 
     def expected(self, row: int, count: int = NUM_DRAFTS) -> list[int]:
         """What the toy model goes on with."""
@@ -138,6 +144,17 @@ def test_blocks_that_are_handed_out_again_hold_nothing() -> None:
     target.enter(1, [2, 7, 1, 8, 2, 8, 1], temperature=0.0)
     assert set(before) & set(target.blocks[1])
     assert target.gain(r1=[8]) == {"r1": target.expected(1)}
+
+
+def test_who_has_left_its_row_gets_no_drafts_and_harms_nobody() -> None:
+    target = Target()
+    target.enter(0, [3, 1, 4, 1, 5], temperature=0.0)
+    target.gain(r0=[9])
+    target.leave(0)
+    assert target.late_gain("r0", 0, 7) == {}
+    target.enter(0, [2, 7, 1], temperature=0.0)
+    assert target.late_gain("one before", 0, 7) == {}
+    assert target.gain(r0=[8]) == {"r0": target.expected(0)}
 
 
 def test_long_prompts_are_computed_in_pieces_and_get_no_drafts_before() -> None:

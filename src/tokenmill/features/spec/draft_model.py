@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Protocol
 
 import numpy as np
@@ -105,6 +106,7 @@ class DraftModelDrafter:
         self._clock = clock
         self._pass_seconds = 0.0
         self._acceptance = Acceptance(limits.max_num_seqs)
+        self._req_ids: list[str | None] = [None] * limits.max_num_seqs
         self._blocks: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
         self._num_filled = np.zeros(limits.num_blocks, np.int64)
         """Of each block, the slots from its first on that hold K and V of its tokens."""
@@ -114,6 +116,11 @@ class DraftModelDrafter:
         """Of each row, the tokens whose slots are counted as filled."""
         self._step_id = 0
 
+    @property
+    def runner(self) -> PlanRunner:
+        """Runs the model that drafts."""
+        return self._runner
+
     # ---- following the scheduler ----------------------------------------------------------
 
     def update(self, plan: SchedulerOutput) -> None:
@@ -121,6 +128,8 @@ class DraftModelDrafter:
         group, cached = self._limits.kv_group, plan.scheduled_cached_reqs
         own = self._next_plan()
         own.finished_rows = plan.finished_rows
+        for row in plan.finished_rows:
+            self._req_ids[row] = None
         own.scheduled_new_reqs = [self._enter(request) for request in plan.scheduled_new_reqs]
         for row, block_ids in zip(cached.rows, cached.new_block_ids, strict=True):
             self._num_filled[block_ids[group]] = 0
@@ -139,6 +148,7 @@ class DraftModelDrafter:
         self._num_filled[block_ids[num_hits:]] = 0
         is_full = self._num_filled[block_ids[:num_hits]] == self._limits.block_size
         num_full = num_hits if is_full.all() else int(np.argmin(is_full))
+        self._req_ids[request.row] = request.req_id
         self._blocks[request.row] = block_ids.copy()
         self._num_known[request.row] = len(request.token_ids)
         self._num_marked[request.row] = num_full * self._limits.block_size
@@ -170,8 +180,16 @@ class DraftModelDrafter:
         num_tokens: IntArray,
         token_ids: npt.NDArray[np.int32],
     ) -> dict[str, list[int]]:
-        """What the model goes on with, for the requests where that is worth its time."""
+        """What the model goes on with, for the requests where that is worth its time.
+
+        Nothing for those that have left their rows since their step began, as some have by the
+        time a device has computed it.
+        """
         self._timer.end()
+        at_work = [self._req_ids[row] == id_ for id_, row in zip(req_ids, rows, strict=True)]
+        if not all(at_work):
+            req_ids = list(compress(req_ids, at_work))
+            rows, num_tokens = rows[at_work], num_tokens[at_work]
         self._tell_tokens(rows, num_tokens, token_ids)
         turns = self._choose(req_ids, rows.tolist(), num_tokens.tolist())
         turns = self._catch_up(turns)
