@@ -142,7 +142,6 @@ FAMILIES = [
             "n_inner": 200,
             "scale_attn_by_inverse_layer_idx": True,
         },
-        runs_on_gpu=False,
     ),
     Family(
         "gemma2",

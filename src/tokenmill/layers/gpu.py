@@ -23,7 +23,12 @@ from tokenmill.checkpoint.checkpoint import RawTensor
 from tokenmill.kernels.activation import Gate
 from tokenmill.kernels.experts import Routing
 from tokenmill.kernels.float8_rows import Float8Rows
-from tokenmill.kernels.gpu.activation import gated_activation, gated_activation_quantize
+from tokenmill.kernels.gpu.activation import (
+    activation,
+    activation_quantize,
+    gated_activation,
+    gated_activation_quantize,
+)
 from tokenmill.kernels.gpu.gemm_bf16 import matmul_exact
 from tokenmill.kernels.gpu.gemm_config import SplitWorkspace
 from tokenmill.kernels.gpu.gemm_fp8 import (
@@ -34,7 +39,12 @@ from tokenmill.kernels.gpu.gemm_fp8 import (
 )
 from tokenmill.kernels.gpu.gemm_int4 import matmul_int4
 from tokenmill.kernels.gpu.int4 import PackedInt4, int4_codes
-from tokenmill.kernels.gpu.norm import add_rms_norm, add_rms_norm_quantize
+from tokenmill.kernels.gpu.norm import (
+    add_layer_norm,
+    add_layer_norm_quantize,
+    add_rms_norm,
+    add_rms_norm_quantize,
+)
 from tokenmill.kernels.gpu.row_quantization import quantize_rows
 from tokenmill.kernels.linear import linear_float32
 from tokenmill.layers.experts import ExpertShape
@@ -111,16 +121,44 @@ class GpuKernels(TorchRows):
         out: Activations,
     ) -> torch.Tensor:
         starts = residual is None
-        if residual is None:
-            residual = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        stream = _new_stream(x) if residual is None else residual
         if isinstance(out, Float8Rows):
             add_rms_norm_quantize(
-                x, residual, weight, eps, out.codes, out.scales, starts_stream=starts
+                x, stream, weight, eps, out.codes, out.scales, starts_stream=starts
             )
         else:
             assert isinstance(out, torch.Tensor)
-            add_rms_norm(x, residual, weight, eps, out, starts_stream=starts)
-        return residual
+            add_rms_norm(x, stream, weight, eps, out, starts_stream=starts)
+        return stream
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        out: Activations,
+    ) -> torch.Tensor:
+        starts = residual is None
+        stream = _new_stream(x) if residual is None else residual
+        if isinstance(out, Float8Rows):
+            add_layer_norm_quantize(
+                x, stream, weight, bias, eps, out.codes, out.scales, starts_stream=starts
+            )
+        else:
+            assert isinstance(out, torch.Tensor)
+            add_layer_norm(x, stream, weight, bias, eps, out, starts_stream=starts)
+        return stream
+
+    def add_residual(
+        self, x: torch.Tensor, residual: torch.Tensor | None, out: Activations
+    ) -> torch.Tensor:
+        if not isinstance(out, Float8Rows):
+            return super().add_residual(x, residual, out)
+        stream = x.float() if residual is None else residual + x
+        quantize_rows(stream, out.codes, out.scales)
+        return stream
 
     def head_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         heads = x.reshape(-1, len(weight))  # a copy: heads lie closer together than rows of x
@@ -135,6 +173,13 @@ class GpuKernels(TorchRows):
         else:
             assert isinstance(out, torch.Tensor)
             gated_activation(gate_up, gate, out)
+
+    def activation(self, x: torch.Tensor, gate: Gate, out: Activations) -> None:
+        if isinstance(out, Float8Rows):
+            activation_quantize(x, gate, out.codes, out.scales)
+        else:
+            assert isinstance(out, torch.Tensor)
+            activation(x, gate, out)
 
     def runs_own(self, num_rows: int, dtype: torch.dtype) -> bool:
         """Whether a product of so many rows runs on a kernel of ours where torch has one, too."""
@@ -170,8 +215,8 @@ class GpuLinearMethod(nn.Module):
             return out
         if out_dtype == self.weight.dtype:
             return functional.linear(x, self.weight, bias)
-        assert bias is None
-        return _linear_float32(x, self.weight)
+        product = _linear_float32(x, self.weight)
+        return product if bias is None else product + bias
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return functional.embedding(ids, self.weight)
@@ -268,6 +313,11 @@ class Int4LinearMethod(nn.Module):
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.unpack_rows(ids)
+
+
+def _new_stream(x: torch.Tensor) -> torch.Tensor:
+    """Room for a residual stream that begins with x."""
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
 
 def _linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

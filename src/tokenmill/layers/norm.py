@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from tokenmill.layers.kernels import LayerKernels, require_torch_path
+from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
 
@@ -99,7 +99,6 @@ class LayerNorm(nn.Module):
         empty_out: Callable[[int], Activations] | None = None,
     ) -> None:
         super().__init__()
-        require_torch_path(kernels, "LayerNorm")
         self.weight = empty_parameter(hidden_size, dtype=torch.float32)
         self.bias = empty_parameter(hidden_size, dtype=torch.float32)
         self.eps = eps

@@ -17,7 +17,7 @@ from tokenmill.layers.state_steps import StateMetadataBuilder, StateSpace, Torch
 class TorchRows:
     """The rarer kernels of `LayerKernels`, in torch.
 
-    On a GPU, sums of LayerNorm would depend on the number of rows; the layer refuses there.
+    On a GPU, sums of LayerNorm would depend on the number of rows: its kernels have their own.
     """
 
     def add_layer_norm(

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm against float64, alone and in a batch, plain and quantised."""
+"""Residual addition and norms against float64, alone and in a batch, plain and quantised."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from tokenmill.kernels.gpu.norm import (
+    add_layer_norm,
+    add_layer_norm_quantize,
+    add_layer_norm_quantize_reference,
+    add_layer_norm_reference,
     add_rms_norm,
     add_rms_norm_quantize,
     add_rms_norm_quantize_reference,
@@ -30,6 +34,11 @@ def rows_apart(num_rows: int, size: int, dtype: torch.dtype, device: str) -> tor
 def exact(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     total = total.double()
     return total * (total.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+
+def exact_layer_norm(total: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    centred = total.double() - total.double().mean(-1, keepdim=True)
+    return exact(centred, weight) + bias.double()
 
 
 def assert_quantized(
@@ -65,6 +74,51 @@ def test_sum_and_norm(
     assert residual.equal(total)
     torch.testing.assert_close(out.double(), exact(total, weight), rtol=ROUNDING[dtype], atol=1e-6)
     assert wide[:, shape[1] :].isnan().all(), "written past a row's end"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("starts_stream", [False, True])
+def test_sum_and_layer_norm(
+    device: str, shape: tuple[int, int], dtype: torch.dtype, starts_stream: bool
+) -> None:
+    x = rows_apart(*shape, dtype, device)
+    residual = torch.randn(shape, device=device) + 3  # a mean that must go
+    if starts_stream:
+        residual.fill_(NAN)
+    weight, bias = torch.randn(2, shape[1], device=device)
+    total = x.float() if starts_stream else residual + x.float()
+    wide = torch.full((shape[0], shape[1] + 8), NAN, device=device, dtype=dtype)
+    out = wide[:, : shape[1]]
+
+    add_layer_norm(x, residual, weight, bias, EPS, out, starts_stream=starts_stream)
+
+    assert residual.equal(total)
+    wanted = exact_layer_norm(total, weight, bias)
+    torch.testing.assert_close(out.double(), wanted, rtol=ROUNDING[dtype], atol=4e-6)
+    assert wide[:, shape[1] :].isnan().all(), "written past a row's end"
+
+
+def test_a_row_has_the_same_layer_norm_alone(device: str) -> None:
+    x, stream = torch.randn(2, 5, 200, device=device)
+    weight, bias = torch.randn(2, 200, device=device)
+    out = torch.empty(5, 200, device=device)
+    add_layer_norm(x, stream.clone(), weight, bias, EPS, out)
+    for row in range(5):
+        alone, out_alone = stream[row : row + 1].clone(), torch.empty(1, 200, device=device)
+        add_layer_norm(x[row : row + 1], alone, weight, bias, EPS, out_alone)
+        assert out_alone.equal(out[row : row + 1])
+
+
+def test_quantised_layer_norm(device: str) -> None:
+    x, residual = torch.randn(2, 3, 100, device=device) + 1
+    weight, bias = torch.randn(2, 100, device=device)
+    total = residual + x
+    out_q = torch.full((3, 100), NAN, device=device).to(torch.float8_e4m3fn)
+    out_scale = torch.full((3, 1), NAN, device=device)
+    add_layer_norm_quantize(x, residual, weight, bias, EPS, out_q, out_scale)
+    assert residual.equal(total)
+    assert_quantized(out_q, out_scale.flatten(), exact_layer_norm(total, weight, bias))
 
 
 def test_the_output_may_have_another_dtype(device: str) -> None:
@@ -130,6 +184,13 @@ def test_references_agree_with_float64() -> None:
     quantize_rows_reference(x, out_q, out_scale)
     assert_quantized(out_q, out_scale, x)
 
+    bias, residual = torch.randn(100), stream.clone()
+    add_layer_norm_reference(x, residual, weight, bias, EPS, out)
+    wanted = exact_layer_norm(stream + x, weight, bias)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
+    add_layer_norm_quantize_reference(x, stream, weight, bias, EPS, out_q, out_scale)
+    assert_quantized(out_q, out_scale, wanted)
+
 
 def test_torch_ops(device: str) -> None:
     """By dispatch: the kernel on a GPU, the reference elsewhere; nothing happens while tracing."""
@@ -138,5 +199,9 @@ def test_torch_ops(device: str) -> None:
     total, out = residual + x, torch.full((2, 32), NAN, device=device)
     torch.ops.tokenmill.add_rms_norm(x, residual, weight, EPS, out)
     torch.testing.assert_close(out.double(), exact(total, weight), rtol=1e-5, atol=1e-6)
+    bias, total = torch.randn(32, device=device), residual + x
+    torch.ops.tokenmill.add_layer_norm(x, residual, weight, bias, EPS, out)
+    wanted = exact_layer_norm(total, weight, bias)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
     on_meta = [tensor.to("meta") for tensor in (x, residual, weight)]
     torch.ops.tokenmill.add_rms_norm(*on_meta, EPS, out.to("meta"), starts_stream=True)

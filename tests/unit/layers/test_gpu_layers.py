@@ -20,7 +20,7 @@ from tokenmill.layers.gpu import (
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.mlp import GatedMLP
-from tokenmill.layers.norm import RMSNorm
+from tokenmill.layers.norm import LayerNorm, ResidualAdd, RMSNorm
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.layers.weights import HasWeights
 from tokenmill.quantization.dequantize import dequantize
@@ -88,6 +88,17 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
     together = layer(x)
     for rows in (slice(0, 1), slice(7, 10), slice(20, 40)):
         assert torch.equal(layer(x[rows]), together[rows])
+
+
+@pytest.mark.parametrize(("exact", "most_own_rows"), [(True, 0), (False, 0)], ids=str)
+def test_a_bias_on_float32_results(exact: bool, most_own_rows: int) -> None:
+    """As of a router: the product of bfloat16 is not rounded before it."""
+    method = kernels(exact=exact, most_own_rows=most_own_rows).linear_method(6, 48, torch.bfloat16)
+    method.slot("weight", slice(0, 6)).load(raw((torch.randn(6, 48) / 8).bfloat16()))
+    x, bias = activations(5, 48), torch.randn(6, device=DEVICE)
+    wanted = x.double() @ method.gather(torch.arange(6, device=DEVICE)).double().t() + bias
+    found = method.project(x, bias, torch.float32)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -209,6 +220,37 @@ def test_a_quantised_block_behind_a_norm(weight_format: WeightFormat, most: floa
         assert torch.equal(residual, x.float())
         results.append(block(normed))
     assert 0 < relative_error(*results) < 2 * most
+
+
+@pytest.mark.parametrize(("weight_format", "most"), [("plain", 2**-6), *QUANTIZED])
+def test_a_block_without_a_gate_behind_a_layer_norm(
+    weight_format: WeightFormat, most: float
+) -> None:
+    """As in GPT-2: the stream is normalised with a mean and a bias, or read as it is."""
+    weights: dict[str, torch.Tensor] = {}
+    results = []
+    x = activations(9, 48)
+    for chosen in (kernels(weight_format), PlainKernels(DEVICE)):
+        shared = {"dtype": torch.bfloat16, "kernels": chosen}
+        with chosen.device:
+            up = Linear(48, 80, bias=True, **shared)
+            down = Linear(80, 48, bias=True, **shared)
+            norm = LayerNorm(48, 1e-5, empty_out=up.empty_input, **shared)
+        fill(up, "up", weights)
+        fill(down, "down", weights)
+        fill(norm, "norm", weights)
+        normed, residual = norm(x)
+        assert torch.equal(residual, x.float())
+        expanded = up(normed)
+        activated = down.empty_input(len(expanded))
+        chosen.activation(expanded, "gelu_tanh", activated)
+        read, residual = ResidualAdd(chosen, up.empty_input)(down(activated), residual)
+        in_float8 = weight_format == "fp8" and isinstance(chosen, GpuKernels)
+        for rows in (normed, activated, read):
+            assert isinstance(rows, Float8Rows) == in_float8
+        results.append((up(read), residual))
+    for found, wanted in zip(*results, strict=True):
+        assert relative_error(found, wanted) < 2 * most
 
 
 @pytest.mark.parametrize("weight_format", ["fp8", "int4"])

@@ -127,8 +127,6 @@ def test_layers_without_a_kernel_are_refused_on_a_gpu() -> None:
     in_bits = GpuKernels(torch.device("cpu"), exact=True, weight_format="int4")
     with pytest.raises(ConfigError, match=r"for experts with quantization='int4'.*device='cpu'"):
         MixtralForCausalLM(config, dtype=torch.bfloat16, max_model_len=16, kernels=in_bits)
-    with pytest.raises(ConfigError, match=r"LayerNorm has no kernel for a GPU"):
-        OurGPT2(SIZES, dtype=torch.float32, max_model_len=16, kernels=kernels)
 
 
 def test_gpt2_under_the_names_of_its_first_checkpoint() -> None:

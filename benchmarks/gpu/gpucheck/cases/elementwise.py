@@ -16,7 +16,10 @@ def cases(place: Place) -> Iterator[Case]:
     size, inner = (48, 80) if place.small else (4_096, 14_336)
     for num_rows in place.pick([1, 256, 8_192], [3]):
         yield _add_rms_norm(place, num_rows, size)
+        yield _add_layer_norm(place, num_rows, size)
         yield _gated_activation(place, num_rows, inner)
+        yield _clamped_gate(place, num_rows, inner)
+        yield _activation(place, num_rows, inner)
         yield _rotate_and_write_kv(place, num_rows, BF16)
     for num_rows in place.pick([256, 8_192], [3]):
         yield _add_rms_norm_quantize(place, num_rows, size)
@@ -54,6 +57,29 @@ def _add_rms_norm(place: Place, num_rows: int, size: int) -> Case:
         ]
 
     return Case("add_rms_norm", f"{num_rows} x {size}", launch, results, num_rows * size * 12)
+
+
+def _add_layer_norm(place: Place, num_rows: int, size: int) -> Case:
+    from tokenmill.kernels.gpu.norm import add_layer_norm
+
+    sets = place.sets(num_rows * size * 12)
+    x = [place.randn(num_rows, size) for _ in sets]
+    weight, bias = (place.randn(size, dtype=torch.float32) for _ in range(2))
+    residual = [place.randn(num_rows, size, dtype=torch.float32) + 1 for _ in sets]
+    out = place.poisoned(num_rows, size)
+    before = residual[0].clone()
+
+    def launch(i: int) -> None:
+        add_layer_norm(x[i % len(x)], residual[i % len(x)], weight, bias, EPS, out)
+
+    def results() -> list[tuple[torch.Tensor, torch.Tensor, float]]:
+        total = x[0].float() + before
+        normed = torch.nn.functional.layer_norm(
+            total.double(), (size,), weight.double(), bias.double(), EPS
+        )
+        return [(out, normed, ROUNDED), (residual[0], total, SAME)]
+
+    return Case("add_layer_norm", f"{num_rows} x {size}", launch, results, num_rows * size * 12)
 
 
 def _add_rms_norm_quantize(place: Place, num_rows: int, size: int) -> Case:
@@ -96,6 +122,44 @@ def _gated_activation(place: Place, num_rows: int, size: int) -> Case:
         lambda i: gated_activation(gate_up[i % len(gate_up)], "silu", out),
         lambda: [(out, _activated(gate_up[0]), ROUNDED)],
         num_rows * size * 6,
+    )
+
+
+def _clamped_gate(place: Place, num_rows: int, size: int) -> Case:
+    from tokenmill.kernels.experts import ClampedGate
+    from tokenmill.kernels.gpu.activation import gated_activation
+
+    gate = ClampedGate(alpha=1.702, limit=1.0)
+    gate_up = [place.randn(num_rows, 2 * size) for _ in place.sets(num_rows * size * 6)]
+    out = place.poisoned(num_rows, size)
+
+    def results() -> list[tuple[torch.Tensor, torch.Tensor, float]]:
+        first, up = gate_up[0].double().chunk(2, -1)
+        first, up = first.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+        return [(out, first * torch.sigmoid(gate.alpha * first) * (up + 1), ROUNDED)]
+
+    return Case(
+        "gated_activation",
+        f"clamped {num_rows} x {size}",
+        lambda i: gated_activation(gate_up[i % len(gate_up)], gate, out),
+        results,
+        num_rows * size * 6,
+    )
+
+
+def _activation(place: Place, num_rows: int, size: int) -> Case:
+    from tokenmill.kernels.gpu.activation import activation
+
+    x = [place.randn(num_rows, size) for _ in place.sets(num_rows * size * 4)]
+    out = place.poisoned(num_rows, size)
+    return Case(
+        "activation",
+        f"gelu_tanh {num_rows} x {size}",
+        lambda i: activation(x[i % len(x)], "gelu_tanh", out),
+        lambda: [
+            (out, torch.nn.functional.gelu(x[0].double(), approximate="tanh"), ROUNDED),
+        ],
+        num_rows * size * 4,
     )
 
 

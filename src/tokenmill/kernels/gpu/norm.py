@@ -1,7 +1,9 @@
-"""Residual addition and RMSNorm in one pass over memory, in float32; torch reference in `norm.py`.
+"""Residual addition and a norm in one pass over memory, in float32; torch's in `kernels/norm.py`.
 
     residual += x
-    out = residual / sqrt(mean(residual ** 2) + eps) * weight
+    out = residual / sqrt(mean(residual ** 2) + eps) * weight                         RMSNorm
+    out = centred / sqrt(mean(centred ** 2) + eps) * weight + bias                    LayerNorm
+          where centred = residual - mean(residual)
 
 One program computes one row, so a row has the same bits whatever the other rows are.
 """
@@ -22,7 +24,7 @@ from tokenmill.kernels.gpu.row_quantization import (
     store_quantized,
     warps_of_row,
 )
-from tokenmill.kernels.norm import rms_norm
+from tokenmill.kernels.norm import layer_norm, rms_norm
 
 MAX_HIDDEN_SIZE = 16384
 """A row must fit in one program's registers, twice."""
@@ -45,7 +47,7 @@ def add_rms_norm(
     """
     assert out.shape == x.shape
     assert out.stride(1) == 1
-    _launch(x, residual, weight, eps, out, None, starts_stream)
+    _launch(x, residual, weight, None, eps, out, None, starts_stream)
 
 
 def add_rms_norm_quantize(
@@ -63,7 +65,39 @@ def add_rms_norm_quantize(
     out_q is float8_e4m3fn [N, size], rows may lie apart; out_scale float32 with N elements.
     """
     check_quantized(x.shape, out_q, out_scale)
-    _launch(x, residual, weight, eps, out_q, out_scale, starts_stream)
+    _launch(x, residual, weight, None, eps, out_q, out_scale, starts_stream)
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    starts_stream: bool = False,
+) -> None:
+    """`add_rms_norm` with LayerNorm; the bias is float32 [size]."""
+    assert out.shape == x.shape
+    assert out.stride(1) == 1
+    _launch(x, residual, weight, bias, eps, out, None, starts_stream)
+
+
+def add_layer_norm_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    out_q: torch.Tensor,
+    out_scale: torch.Tensor,
+    *,
+    starts_stream: bool = False,
+) -> None:
+    """`add_rms_norm_quantize` with LayerNorm; the bias is float32 [size]."""
+    check_quantized(x.shape, out_q, out_scale)
+    _launch(x, residual, weight, bias, eps, out_q, out_scale, starts_stream)
 
 
 def add_rms_norm_reference(
@@ -96,10 +130,43 @@ def add_rms_norm_quantize_reference(
     quantize_rows_reference(normed, out_q, out_scale)
 
 
+def add_layer_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    starts_stream: bool = False,
+) -> None:
+    """`add_layer_norm` in torch."""
+    residual.copy_(x if starts_stream else residual + x)
+    out.copy_(layer_norm(residual, weight, bias, eps))
+
+
+def add_layer_norm_quantize_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    out_q: torch.Tensor,
+    out_scale: torch.Tensor,
+    *,
+    starts_stream: bool = False,
+) -> None:
+    """`add_layer_norm_quantize` in torch."""
+    normed = torch.empty_like(residual)
+    add_layer_norm_reference(x, residual, weight, bias, eps, normed, starts_stream=starts_stream)
+    quantize_rows_reference(normed, out_q, out_scale)
+
+
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     eps: float,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
@@ -111,15 +178,17 @@ def _launch(
     assert residual.shape == x.shape
     assert residual.dtype == weight.dtype == torch.float32
     assert residual.is_contiguous()
-    assert weight.shape == (size,)
-    assert weight.is_contiguous()
+    for factor in (weight, bias):
+        assert factor is None or (factor.shape == (size,) and factor.is_contiguous())
+    assert bias is None or bias.dtype == torch.float32
     if num_rows == 0:
         return
     block = next_power_of_2(size)
-    _add_rms_norm_kernel[(num_rows,)](
+    _add_norm_kernel[(num_rows,)](
         x,
         residual,
         weight,
+        bias,
         out,
         out_scale,
         eps,
@@ -137,10 +206,11 @@ def _launch(
 
 
 @triton.jit
-def _add_rms_norm_kernel(
+def _add_norm_kernel(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     out: tl.tensor,
     out_scale: tl.tensor,
     eps: tl.tensor,
@@ -157,6 +227,8 @@ def _add_rms_norm_kernel(
     mask = column < SIZE
     let_next_start(OVERLAPS)
     factors = tl.load(weight + column, mask=mask, other=0.0)
+    if bias is not None:
+        shifts = tl.load(bias + column, mask=mask, other=0.0)
     wait_for_previous(OVERLAPS)
     total = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     stream = residual + row * SIZE + column
@@ -164,9 +236,13 @@ def _add_rms_norm_kernel(
         total += tl.load(stream, mask=mask, other=0.0)
     tl.store(stream, total, mask=mask)
 
+    if bias is not None:
+        total = tl.where(mask, total - tl.sum(total, axis=0) / SIZE, 0.0)
     mean_square = tl.sum(total * total, axis=0) / SIZE
     scaled = total * (1.0 / tl.sqrt_rn(mean_square + eps))
     normed = scaled * factors
+    if bias is not None:
+        normed += shifts
     target = out + row * out_stride + column
     if QUANTIZES:
         store_quantized(normed, mask, target, out_scale + row)
@@ -186,6 +262,18 @@ define_op(
     cuda=add_rms_norm_quantize,
     cpu=add_rms_norm_quantize_reference,
 )
+define_op(
+    "add_layer_norm(Tensor x, Tensor(a!) residual, Tensor weight, Tensor bias, float eps,"
+    " Tensor(b!) out, *, bool starts_stream=False) -> ()",
+    cuda=add_layer_norm,
+    cpu=add_layer_norm_reference,
+)
+define_op(
+    "add_layer_norm_quantize(Tensor x, Tensor(a!) residual, Tensor weight, Tensor bias, float eps,"
+    " Tensor(b!) out_q, Tensor(c!) out_scale, *, bool starts_stream=False) -> ()",
+    cuda=add_layer_norm_quantize,
+    cpu=add_layer_norm_quantize_reference,
+)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -196,10 +284,15 @@ def compile_cases() -> list[CompileCase]:
         _case(5120),
         _case(16384),
         _case(16384, quantizes=True),
+        _case(1024, has_bias=True),
+        _case(12288, has_bias=True, starts_stream=True),
+        _case(4096, has_bias=True, quantizes=True),
     ]
 
 
-def _case(size: int, *, starts_stream: bool = False, quantizes: bool = False) -> CompileCase:
+def _case(
+    size: int, *, starts_stream: bool = False, quantizes: bool = False, has_bias: bool = False
+) -> CompileCase:
     signature = {
         "x": "*bf16",
         "residual": "*fp32",
@@ -220,12 +313,16 @@ def _case(size: int, *, starts_stream: bool = False, quantizes: bool = False) ->
         signature["out_scale"] = "*fp32"
     else:
         constants["out_scale"] = None
-    name = f"add_rms_norm {size}"
+    if has_bias:
+        signature["bias"] = "*fp32"
+    else:
+        constants["bias"] = None
+    name = f"add_{'layer' if has_bias else 'rms'}_norm {size}"
     name += " starts" * starts_stream + " quantizes" * quantizes
     warps = warps_of_row(next_power_of_2(size))
     return CompileCase(
         name,
-        _add_rms_norm_kernel,
+        _add_norm_kernel,
         signature,
         constants,
         warps,
