@@ -55,6 +55,8 @@ class Entry:
     submission: str | None = None
     """Its id in the core; None while it is held back here."""
     num_submissions: int = 0
+    is_suspect: bool = False
+    """Whether it is to be tried."""
     num_suspected: int = 0
     num_deaths_alone: int = 0
 
@@ -83,8 +85,6 @@ class Roster:
         """By submission id."""
         self._held_back: dict[str, None] = {}
         """Ids of requests that are not in the core, in their order."""
-        self._suspects: deque[str] = deque()
-        """Those of them that are to be tried, one after the other."""
         self._on_trial: str | None = None
         self._trial_tokens_left = 0
 
@@ -97,9 +97,10 @@ class Roster:
         return len(self._request_ids)
 
     @property
-    def num_suspects(self) -> int:
-        """Requests that wait for their trial."""
-        return sum(suspect in self._entries for suspect in self._suspects)
+    def suspects(self) -> list[str]:
+        """Requests that wait for their trial; whoever has died alone comes last."""
+        waiting = [each for each in self._held_back if self._entries[each].is_suspect]
+        return sorted(waiting, key=lambda each: self._entries[each].num_deaths_alone)
 
     def add(self, request: EngineCoreRequest) -> None:
         """A new request; `take_due` says when it enters the core."""
@@ -122,7 +123,7 @@ class Roster:
     @property
     def innocents(self) -> list[str]:
         """Requests that are not in the core, and were not in a step that failed."""
-        return [each for each in self._held_back if each not in self._suspects]
+        return [each for each in self._held_back if not self._entries[each].is_suspect]
 
     def take_out(self, request_ids: Iterable[str]) -> list[Entry]:
         """Requests that are not in the core leave for another roster, with their past."""
@@ -133,7 +134,7 @@ class Roster:
         return entries
 
     def put_in(self, entry: Entry) -> None:
-        """A request comes from another roster."""
+        """A request comes from another roster. A suspect is tried beside whoever is in the core."""
         assert entry.submission is None, "it is in a core"
         self._entries[entry.request.request_id] = entry
         self._held_back[entry.request.request_id] = None
@@ -146,12 +147,11 @@ class Roster:
         """The requests that are to enter the core now; they count as being there from here on."""
         if self._on_trial is not None or not self._held_back:
             return []
-        while self._suspects:
-            suspect = self._suspects.popleft()
-            if suspect in self._entries:
-                self._on_trial = suspect
-                self._trial_tokens_left = self._trial_length(self._entries[suspect])
-                return [self._submit(suspect)]
+        if suspects := self.suspects:
+            self._on_trial = suspects[0]
+            self._entries[self._on_trial].is_suspect = False
+            self._trial_tokens_left = self._trial_length(self._entries[self._on_trial])
+            return [self._submit(self._on_trial)]
         return [self._submit(request_id) for request_id in list(self._held_back)]
 
     def took_tokens(self, request_id: str, count: int) -> str | None:
@@ -166,7 +166,7 @@ class Roster:
         if self._trial_tokens_left > 0:
             return None
         self._on_trial = None
-        if not self.num_suspects:
+        if not self.suspects:
             return None
         self._held_back[request_id] = None
         return self._withdraw(self._entries[request_id])
@@ -179,21 +179,13 @@ class Roster:
         suspected = {self._request_ids[i] for i in submission_ids if i in self._request_ids}
         for request_id in suspected:
             self._entries[request_id].num_suspected += 1
-        if self._on_trial in suspected:
+        if self._on_trial in suspected and self.num_submitted == 1:
             self._entries[self._on_trial].num_deaths_alone += 1
-        suspected.update(self._suspects)
-        if self._on_trial is not None:
-            suspected.add(self._on_trial)
-        for entry in self._entries.values():
+        for request_id, entry in self._entries.items():
+            entry.is_suspect |= request_id in suspected or request_id == self._on_trial
             self._withdraw(entry)
         self._on_trial = None
         self._held_back = dict.fromkeys(self._entries)
-        self._suspects = deque(
-            sorted(
-                (i for i in self._entries if i in suspected),
-                key=lambda i: self._entries[i].num_deaths_alone,
-            )
-        )
         return [
             request_id
             for request_id, entry in self._entries.items()

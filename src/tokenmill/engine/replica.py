@@ -90,7 +90,8 @@ class Replica:
             return
         while due := self.roster.take_due():
             for submission in due:
-                self._submit(submission)
+                if self.roster.request_id(submission.submission_id) is not None:
+                    self._submit(submission)  # else a sequence beside it has ended its request
             self.supervisor.after_send()
 
     def abort(self, submission_ids: list[str]) -> None:
@@ -139,7 +140,7 @@ class Replica:
             " go first, one by one.",
             how,
             len(self.roster) - len(condemned),
-            self.roster.num_suspects,
+            len(self.roster.suspects),
         )
         for request_id in condemned:
             logger.error("A request ends: the core died twice with nothing else to do.")

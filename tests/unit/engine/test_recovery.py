@@ -119,6 +119,38 @@ def test_outputs_of_the_dead_and_unknown_ids_are_nobodys():
     assert roster.request_id("nobody") is None
 
 
+def test_suspects_of_a_core_that_is_given_up_are_tried_in_another_one():
+    roster, other = roster_of("a", "b", "c"), roster_of("x", "y")
+    due(roster)
+    due(other)
+    roster.core_died(["a", "b"])
+    for entry in roster.take_out(roster.held_back):
+        other.put_in(entry)
+    assert (len(roster), roster.held_back) == (0, [])
+    assert due(other) == ["a.1"]
+    assert other.took_tokens("a", 2) == "a.1"
+    assert due(other) == ["b.1"]
+    assert other.took_tokens("b", 2) is None
+    assert due(other) == ["c.1", "a.2"]
+
+
+def test_a_death_on_trial_beside_others_is_no_strike():
+    roster, other = roster_of("a"), roster_of("x")
+    due(roster)
+    due(other)
+    roster.core_died(["a"])
+    (entry,) = roster.take_out(["a"])
+    other.put_in(entry)
+    assert due(other) == ["a.1"]
+    assert other.core_died(["a.1", "x"]) == []
+    assert due(other) == ["x.1"]  # no one has died alone: in the order of arrival
+    other.took_tokens("x", 2)
+    assert due(other) == ["a.2"]
+    assert other.core_died(["a.2"]) == []
+    assert due(other) == ["a.3"]
+    assert other.core_died(["a.3"]) == ["a"]
+
+
 class RosterMachine(RuleBasedStateMachine):
     """Cores that die whenever some requests are in them, whatever else happens."""
 

@@ -13,7 +13,7 @@ from tokenmill.config.engine_config import CacheConfig
 from tokenmill.contracts.request import AdapterInfo
 from tokenmill.engine.replica import Replica
 from tokenmill.engine.replicas import Replicas
-from tokenmill.errors import AdapterError, EngineDeadError
+from tokenmill.errors import AdapterError, EngineDeadError, InvalidRequestError
 
 INFO = AdapterInfo("id", 8, 3)
 
@@ -124,3 +124,27 @@ def test_what_was_in_an_empty_cache_is_forgotten():
     assert all_.choose(request).rank == 1  # who has waited longest
     all_.forget_prefixes(all_[1])
     assert all_.choose(request).rank == 0
+
+
+def test_a_sequence_that_cannot_be_sent_ends_those_beside_it():
+    """Before the core has them."""
+    (replica,) = replicas(INFO)
+    sent, failed = [], []
+
+    class Keeper:
+        def fail_sequence(self, request_id, error):
+            failed.append(request_id)
+            for each in ("0", "1"):
+                replica.roster.remove(each)
+
+    def add_requests(requests):
+        if not failed:
+            raise InvalidRequestError("this text has no bytes")
+        sent.extend(each.request_id for each in requests)
+
+    replica.client.add_requests = add_requests
+    replica.serve(Keeper())
+    for number in range(3):
+        replica.roster.add(create_request(4, request_id=str(number)))
+    replica.submit_due()
+    assert (failed, sent) == (["0"], ["2"])
