@@ -13,6 +13,8 @@ ROUTINGS = [
     Routing(3, renormalize=True, factor=2.5),
     Routing(4, by_logistic=True, factor=2.0),
     Routing(2, by_logistic=True, renormalize=True),
+    Routing(3, num_groups=4, num_best_groups=3, factor=1.5),
+    Routing(2, by_logistic=True, renormalize=True, num_groups=2, num_best_groups=1, group_best=2),
 ]
 
 
@@ -61,8 +63,16 @@ def test_torch_op(device: str) -> None:
     logits, bias = torch.randn(5, 24, device=device), torch.randn(24, device=device)
     weights = torch.full((5, 3), torch.nan, device=device)
     chosen = torch.full((5, 3), -77, dtype=torch.int32, device=device)
-    torch.ops.tokenmill.route(logits, bias, True, True, 1.5, weights, chosen)
-    routing = Routing(3, by_logistic=True, renormalize=True, factor=1.5)
+    torch.ops.tokenmill.route(logits, bias, True, True, [6, 2, 2], 1.5, weights, chosen)
+    routing = Routing(
+        3,
+        by_logistic=True,
+        renormalize=True,
+        num_groups=6,
+        num_best_groups=2,
+        group_best=2,
+        factor=1.5,
+    )
     expected_weights, expected = route_reference(logits, routing, bias)
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights)

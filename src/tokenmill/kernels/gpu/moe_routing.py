@@ -27,7 +27,7 @@ def route(
     """Put weights, float32, and experts, int32, both [N, num_chosen], best first, into the outputs.
 
     logits is float32 [N, num_experts], rows may lie apart; bias float32 [num_experts], on scores.
-    Experts form one group.
+    Where only experts of some groups can be chosen, neighbours form a group.
     """
     num_tokens, num_experts = logits.shape
     assert logits.dtype == weights.dtype == torch.float32
@@ -38,7 +38,9 @@ def route(
     assert chosen.is_contiguous()
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
     assert routing.num_chosen <= num_experts
-    assert routing.num_best_groups == routing.num_groups
+    assert num_experts % routing.num_groups == 0
+    assert routing.num_best_groups <= routing.num_groups
+    assert routing.group_best in (1, 2)
     if num_tokens == 0:
         return
     _route_kernel[(num_tokens,)](
@@ -52,10 +54,49 @@ def route(
         BY_LOGISTIC=routing.by_logistic,
         RENORMALIZE=routing.renormalize,
         FACTOR=routing.factor,
+        # All groups may be chosen from, or there is one: the experts themselves are enough.
+        NUM_GROUPS=routing.num_groups if routing.num_best_groups < routing.num_groups else 1,
+        NUM_BEST_GROUPS=routing.num_best_groups,
+        GROUP_BEST=routing.group_best,
+        BLOCK_GROUPS=next_power_of_2(routing.num_groups),
         BLOCK=next_power_of_2(num_experts),
         BLOCK_CHOSEN=next_power_of_2(routing.num_chosen),
         num_warps=1,
     )
+
+
+@triton.jit
+def _within_best_groups(
+    keys: tl.tensor,
+    ids: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_BEST_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+) -> tl.tensor:
+    """Keys of experts [BLOCK], -inf for those of other groups than the best.
+
+    A group is as good as the sum of its best GROUP_BEST keys.
+    """
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    groups = tl.arange(0, BLOCK_GROUPS)
+    strengths = tl.full((BLOCK_GROUPS,), float("-inf"), tl.float32)
+    for group in tl.static_range(NUM_GROUPS):
+        own = tl.where(ids // GROUP_SIZE == group, keys, float("-inf"))
+        strength = tl.max(own, axis=0)
+        if GROUP_BEST == 2:
+            first = tl.min(tl.where(own == strength, ids, BLOCK), axis=0)
+            strength += tl.max(tl.where(ids == first, float("-inf"), own), axis=0)
+        # Above groups that are taken already, however low its experts are.
+        strengths = tl.where(groups == group, tl.maximum(strength, _LOWEST), strengths)
+    kept = ids < 0
+    for _ in tl.static_range(NUM_BEST_GROUPS):
+        best = tl.min(tl.where(strengths == tl.max(strengths, axis=0), groups, BLOCK_GROUPS), 0)
+        kept = kept | (ids // GROUP_SIZE == best)
+        strengths = tl.where(groups == best, float("-inf"), strengths)
+    return tl.where(kept, keys, float("-inf"))
 
 
 @triton.jit
@@ -70,6 +111,10 @@ def _route_kernel(
     BY_LOGISTIC: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     FACTOR: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_BEST_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr,
 ) -> None:
@@ -86,6 +131,10 @@ def _route_kernel(
     keys = tl.where(candidates > _LOWEST, candidates, _LOWEST)
     keys = tl.where(candidates != candidates, float("inf"), keys)
     keys = tl.where(exists, keys, float("-inf"))
+    if NUM_GROUPS > 1:
+        keys = _within_best_groups(
+            keys, ids, NUM_EXPERTS, NUM_GROUPS, NUM_BEST_GROUPS, GROUP_BEST, BLOCK, BLOCK_GROUPS
+        )
     places = tl.arange(0, BLOCK_CHOSEN)
     best_ids = tl.zeros((BLOCK_CHOSEN,), tl.int32)
     best_scores = tl.zeros((BLOCK_CHOSEN,), tl.float32)
@@ -112,13 +161,12 @@ def _route_op(
     bias: torch.Tensor | None,
     by_logistic: bool,
     renormalize: bool,
+    groups: list[int],
     factor: float,
     weights: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    routing = Routing(
-        chosen.shape[1], by_logistic=by_logistic, renormalize=renormalize, factor=factor
-    )
+    routing = Routing(chosen.shape[1], by_logistic, renormalize, *groups, factor)
     route(logits, bias, weights, chosen, routing)
 
 
@@ -127,29 +175,31 @@ def _route_op_reference(
     bias: torch.Tensor | None,
     by_logistic: bool,
     renormalize: bool,
+    groups: list[int],
     factor: float,
     weights: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    routing = Routing(
-        chosen.shape[1], by_logistic=by_logistic, renormalize=renormalize, factor=factor
-    )
+    routing = Routing(chosen.shape[1], by_logistic, renormalize, *groups, factor)
     for out, found in zip((weights, chosen), route_reference(logits, routing, bias), strict=True):
         out.copy_(found)
 
 
 define_op(
-    "route(Tensor logits, Tensor? bias, bool by_logistic, bool renormalize, float factor,"
-    " Tensor(a!) weights, Tensor(b!) chosen) -> ()",
+    "route(Tensor logits, Tensor? bias, bool by_logistic, bool renormalize, int[3] groups,"
+    " float factor, Tensor(a!) weights, Tensor(b!) chosen) -> ()",
     cuda=_route_op,
     cpu=_route_op_reference,
 )
 
 
 def compile_cases() -> list[CompileCase]:
-    """8 of 128 experts by softmax, and 8 of 256 by logistic scores with a bias."""
+    """8 of 128 experts by softmax; 8 of 256 by logistic scores with a bias, in groups or not."""
     types = {"logits": "*fp32", "weights": "*fp32", "chosen": "*i32", "stride": "i32:16"}
     common = {"NUM_CHOSEN": 8, "RENORMALIZE": True, "BLOCK_CHOSEN": 8}
+    no_groups = {"NUM_GROUPS": 1, "NUM_BEST_GROUPS": 1, "GROUP_BEST": 1, "BLOCK_GROUPS": 1}
+    groups = {"NUM_GROUPS": 8, "NUM_BEST_GROUPS": 4, "GROUP_BEST": 2, "BLOCK_GROUPS": 8}
+    logistic = {**common, "NUM_EXPERTS": 256, "BY_LOGISTIC": True, "FACTOR": 2.5, "BLOCK": 256}
     return [
         CompileCase(
             "moe route 128",
@@ -157,6 +207,7 @@ def compile_cases() -> list[CompileCase]:
             types,
             {
                 **common,
+                **no_groups,
                 "bias": None,
                 "NUM_EXPERTS": 128,
                 "BY_LOGISTIC": False,
@@ -165,11 +216,14 @@ def compile_cases() -> list[CompileCase]:
             },
             num_warps=1,
         ),
-        CompileCase(
-            "moe route 256 logistic",
-            _route_kernel,
-            types | {"bias": "*fp32"},
-            {**common, "NUM_EXPERTS": 256, "BY_LOGISTIC": True, "FACTOR": 2.5, "BLOCK": 256},
-            num_warps=1,
+        *(
+            CompileCase(
+                f"moe route 256 logistic{name}",
+                _route_kernel,
+                types | {"bias": "*fp32"},
+                logistic | some,
+                num_warps=1,
+            )
+            for name, some in (("", no_groups), (" in groups", groups))
         ),
     ]
