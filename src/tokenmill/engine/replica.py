@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from tokenmill.contracts.request import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-)
+from tokenmill.contracts.request import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from tokenmill.engine.engine_stats import EngineStats, StatsKeeper
 from tokenmill.engine.prefix_index import WAITING_WEIGHT
 from tokenmill.engine.recovery import Roster, Submission
@@ -20,37 +15,14 @@ from tokenmill.errors import EngineDeadError, InvalidRequestError, TokenmillErro
 
 if TYPE_CHECKING:
     from tokenmill.engine.core_client import ProcessClient
+    from tokenmill.engine.served_requests import ServedRequests
     from tokenmill.engine.supervisor import CoreSupervisor
 
 logger = logging.getLogger(__name__)
 
 
-class RequestKeeper(Protocol):
-    """Keeps the requests that are in the cores; `ServedRequests` is one."""
-
-    def on_output(self, replica: Replica, output: EngineCoreOutput) -> str | None:
-        """A core has brought this for a sequence: the id in the core, if it is to leave it."""
-        ...
-
-    def fail_sequence(self, request_id: str, error: TokenmillError) -> None:
-        """End the request of a sequence so that its stream raises an error."""
-        ...
-
-    def taken_up(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """A sequence as it goes on after the tokens that it has."""
-        ...
-
-    def on_replica_ended(self, replica: Replica) -> None:
-        """A core has died; another one is being started in its place."""
-        ...
-
-    def on_replica_gone(self, replica: Replica, error: EngineDeadError) -> None:
-        """A core has died, and none will come in its place."""
-        ...
-
-
 class Replica:
-    """A `CoreListener` for one supervisor."""
+    """Between the supervisor of a core and the keeper of all requests."""
 
     def __init__(self, rank: int, supervisor: CoreSupervisor, max_running: int) -> None:
         """`rank` is its number among the engine's replicas, `max_running` its `max_num_seqs`."""
@@ -59,9 +31,9 @@ class Replica:
         self.roster = Roster()
         self.stats = StatsKeeper()
         self._max_running = max_running
-        self._keeper: RequestKeeper
+        self._keeper: ServedRequests
 
-    def serve(self, keeper: RequestKeeper) -> None:
+    def serve(self, keeper: ServedRequests) -> None:
         """Tell `keeper` from now on; comes before the core's first message."""
         self._keeper = keeper
 

@@ -44,8 +44,8 @@ class ServedRequest:
 class ServedRequests:
     """The front end's side of every request: text, streams, and what a new core must be told.
 
-    A `RequestKeeper`. `on_end` is called with each request that has ended, in whatever way, and
-    `on_death` when there is no core any more and will not be.
+    `on_end` is called with each request that has ended, in whatever way, and `on_death` when there
+    is no core any more and will not be.
     """
 
     def __init__(
@@ -155,7 +155,6 @@ class ServedRequests:
             error = GenerationError("The output of this request could not be processed.")
             self.fail_sequence(request_id, error)
             return None
-        leaves = None
         if output.finished or has_stopped:
             submission_id = self._end_sequence(request_id)
             leaves = submission_id if has_stopped else None

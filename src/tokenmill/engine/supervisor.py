@@ -6,10 +6,9 @@ import asyncio
 import enum
 import logging
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tokenmill.contracts.encoding import rebuild
-from tokenmill.contracts.request import EngineCoreOutputs
 from tokenmill.engine import wire
 from tokenmill.engine.core_client import DEFAULT_FACTORY, ProcessClient
 from tokenmill.engine.placement import ANYWHERE, Placement, placements
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from tokenmill.config.engine_args import EngineArgs
     from tokenmill.config.engine_config import EngineConfig
     from tokenmill.engine.build import Progress
+    from tokenmill.engine.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -28,35 +28,6 @@ _WATCH_INTERVAL = 0.5
 """Seconds between two looks at the core, and between two signs of our own life."""
 _STOP_GRACE = 2.0
 """Seconds that a core may take to end by itself."""
-
-
-class CoreListener(Protocol):
-    """Is told what the core says, and what becomes of it."""
-
-    @property
-    def expects_progress(self) -> bool:
-        """Whether the core has anything to do."""
-        ...
-
-    def on_outputs(self, outputs: EngineCoreOutputs) -> None:
-        """A step has brought this."""
-        ...
-
-    def on_refusal(self, submission_id: str, error: TokenmillError) -> None:
-        """The core cannot ever serve this request."""
-        ...
-
-    def on_core_ended(self, under_way: list[str], how: str) -> None:
-        """The core has died, or was killed, while it worked on these; another one will come."""
-        ...
-
-    def on_core_ready(self) -> None:
-        """Another core takes requests."""
-        ...
-
-    def on_give_up(self, error: EngineDeadError) -> None:
-        """There will be no other core."""
-        ...
 
 
 class CoreState(enum.Enum):
@@ -89,7 +60,7 @@ class CoreSupervisor:
         self._placement = placement
         self._policy = RestartPolicy(options)
         self._interval = min(_WATCH_INTERVAL, options.heartbeat_timeout / 4)
-        self._listener: CoreListener
+        self._replica: Replica
         self.state = CoreState.STARTING
         self.client: ProcessClient | None = None
         """The core's process; None while there is none."""
@@ -122,12 +93,13 @@ class CoreSupervisor:
             self._args, self._config, factory=self._factory, placement=self._placement
         )
 
-    async def start(self, listener: CoreListener) -> None:
-        """Listen to the process that `spawn` has started, and wait until its core is ready.
+    async def start(self, replica: Replica) -> None:
+        """Listen to the process that `spawn` has started, and wait until its core is ready; all
+        that it says is for `replica`.
 
         Raises what building the core raised.
         """
-        self._listener = listener
+        self._replica = replica
         self._in_background(self._watch())
         await self._listen()
 
@@ -188,9 +160,9 @@ class CoreSupervisor:
     def _handle(self, message: wire.FromCore) -> None:
         match message:
             case wire.StepOutputs(outputs):
-                self._listener.on_outputs(outputs)
+                self._replica.on_outputs(outputs)
             case wire.Refusal(submission_id, error):
-                self._listener.on_refusal(submission_id, rebuild(error))
+                self._replica.on_refusal(submission_id, rebuild(error))
             case wire.LoadProgress(stage, done, total):
                 if self.state is CoreState.STARTING:
                     self._on_progress(stage, done, total)
@@ -200,7 +172,7 @@ class CoreSupervisor:
                 if not self._ready.done():
                     self._ready.set_result(None)
                 if was_before:
-                    self._listener.on_core_ready()
+                    self._replica.on_core_ready()
             case wire.StartupFailure(error):
                 if not self._ready.done():
                     self._ready.set_exception(rebuild(error))
@@ -225,7 +197,7 @@ class CoreSupervisor:
             if self.client is not client:
                 continue
             elapsed = min(time.monotonic() - before, 2 * self._interval)
-            is_busy = self.is_serving and self._listener.expects_progress
+            is_busy = self.is_serving and self._replica.expects_progress
             complaint = patience.complaint(client, elapsed, self._options, is_busy=is_busy)
             if complaint is not None:
                 logger.error("The engine core %s. It is killed.", complaint)
@@ -247,7 +219,7 @@ class CoreSupervisor:
         if not self.is_serving:  # it has told why it could not start
             return
         self.state = CoreState.RESTARTING
-        self._listener.on_core_ended(under_way, how)
+        self._replica.on_core_ended(under_way, how)
         self._in_background(self._restart(how))
 
     async def _restart(self, how: str) -> None:
@@ -271,7 +243,7 @@ class CoreSupervisor:
             f" {options.restart_window:g} s, and is not started again (max_restarts)."
         )
         logger.critical("%s", error)
-        self._listener.on_give_up(error)
+        self._replica.on_give_up(error)
 
     def _in_background(self, coroutine: asyncio._CoroutineLike[None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
