@@ -29,8 +29,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from gpucheck.timing import median_milliseconds, synchronize
 
-from tokenmill.kernels.gpu.attention import paged_attention, plan_attention, workspace_size
+from tokenmill.kernels.gpu.attention import paged_attention
 from tokenmill.kernels.gpu.attention_config import AttentionConfig, TileConfig, choose_config
+from tokenmill.kernels.gpu.attention_launch import plan_attention, workspace_size
 
 NUM_HEADS, NUM_KV_HEADS = 32, 8
 HEAD_SIZE = int(os.environ.get("TUNED_HEAD_SIZE", "128"))

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from tokenmill.kernels.gpu import (
     activation,
     attention,
+    attention_launch,
     inputs,
     norm,
     rope_kv,
@@ -99,7 +100,7 @@ def launch_step(n: int) -> None:
         rope_kv.write_kv(key, value, cache, longs, 0.5, 0.5)
 
     cache = torch.zeros(2, 2, 16, NUM_KV_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
-    size = attention.workspace_size(n, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, 4096)
+    size = attention_launch.workspace_size(n, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, 4096)
     for num_tokens, max_query_len in ((n, 1), (n + 40, 41)):  # decoding, and with a prompt
         tokens = torch.zeros(num_tokens, NUM_HEADS * HEAD_SIZE, dtype=torch.bfloat16)
         attention.paged_attention(

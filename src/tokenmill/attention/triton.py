@@ -74,8 +74,8 @@ class TritonMetadataBuilder:
     """
 
     def __init__(self, spec: AttentionSpec, limits: CacheLimits) -> None:
-        from tokenmill.kernels.gpu.attention import workspace_size
         from tokenmill.kernels.gpu.attention_config import choose_config
+        from tokenmill.kernels.gpu.attention_launch import workspace_size
 
         self._spec = spec
         group = spec.num_heads // spec.num_kv_heads
@@ -92,7 +92,7 @@ class TritonMetadataBuilder:
         self._workspace = torch.empty(size, dtype=torch.float32, device=device_of(spec))
 
     def build(self, common: CommonAttentionMetadata) -> TritonMetadata:
-        from tokenmill.kernels.gpu.attention import plan_attention
+        from tokenmill.kernels.gpu.attention_launch import plan_attention
 
         plan_attention(
             common.query_start_loc,

@@ -9,13 +9,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from tokenmill.kernels.gpu.attention import (
-    choose_config,
-    paged_attention,
-    plan_attention,
-    workspace_size,
-)
-from tokenmill.kernels.gpu.attention_config import AttentionConfig, TileConfig
+from tokenmill.kernels.gpu.attention import paged_attention
+from tokenmill.kernels.gpu.attention_config import AttentionConfig, TileConfig, choose_config
+from tokenmill.kernels.gpu.attention_launch import plan_attention, workspace_size
 from tokenmill.kernels.gpu.attention_reference import paged_attention_reference
 
 NAN = float("nan")

@@ -73,7 +73,8 @@ def _attention(
     exact: bool,
     cache_type: torch.dtype = BF16,
 ) -> Case:
-    from tokenmill.kernels.gpu.attention import paged_attention, workspace_size
+    from tokenmill.kernels.gpu.attention import paged_attention
+    from tokenmill.kernels.gpu.attention_launch import workspace_size
     from tokenmill.kernels.gpu.attention_reference import paged_attention_reference
 
     num_heads, num_kv_heads, head_size = heads

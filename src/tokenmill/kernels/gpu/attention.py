@@ -10,94 +10,25 @@ request computes one token, a piece of a prompt, or all of it.
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from tokenmill.kernels.gpu.attention_config import PARTITION, AttentionConfig, choose_config
-from tokenmill.kernels.gpu.attention_prefill import prefill_kernel
-from tokenmill.kernels.gpu.attention_reference import paged_attention_reference
-from tokenmill.kernels.gpu.attention_split import (
-    PLAN_ROWS,
-    merge_kernel,
-    plan_kernel,
-    split_kernel,
+from tokenmill.kernels.gpu.attention_config import AttentionConfig, choose_config
+from tokenmill.kernels.gpu.attention_launch import (
+    LayerCall,
+    attend,
+    kernel_shapes,
+    plan_attention,
+    plan_size,
+    score_factors,
 )
-from tokenmill.kernels.gpu.attention_tiles import KernelShape
-from tokenmill.kernels.gpu.launch import cdiv, define_op, next_power_of_2
+from tokenmill.kernels.gpu.attention_reference import paged_attention_reference
+from tokenmill.kernels.gpu.launch import define_op
 from tokenmill.kernels.gpu.overlap import overlaps
 
 MAX_HEAD_SIZE = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_WORKSPACE = 1 << 25
-"""Float32 values that partial results take at most, unless the caller wants more."""
-
-_LOG2_E = math.log2(math.e)
-_PLAN_BLOCK = 1024
-"""Requests that the plan counts at a time."""
-_MERGE_ROWS = 16
-"""Most rows of a merging program; with fewer it loads more partitions at a time."""
-
-
-def workspace_size(
-    max_num_reqs: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    max_seq_len: int,
-    *,
-    max_split_query_len: int = 1,
-    partition: int = PARTITION,
-    max_values: int = MAX_WORKSPACE,
-) -> int:
-    """Float32 values of a workspace for steps of at most max_num_reqs requests.
-
-    It has room for the partial results of requests with max_split_query_len tokens each, but for no
-    more than max_values: a request that finds no room has fewer programs, and the same bits.
-    """
-    rows = max_num_reqs * max_split_query_len * cdiv(max_seq_len, partition)
-    partial = rows * num_heads * (head_size + 2) if max_seq_len > partition else 0
-    return _plan_size(max_num_reqs) + min(partial, max_values)
-
-
-def plan_attention(
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    workspace: torch.Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    config: AttentionConfig,
-    sliding_window: int | None = None,
-) -> None:
-    """Count a step's work, once for all layers that share these sizes and the window.
-
-    `paged_attention` with the same tables, workspace and config, and `planned`, relies on it.
-    """
-    num_reqs = seq_lens.shape[0]
-    if num_reqs == 0:
-        return
-    group = num_heads // num_kv_heads
-    plan, partial = _plan_and_partial(workspace, num_reqs)
-    plan_kernel[(1,)](
-        seq_lens,
-        query_start_loc,
-        plan,
-        num_reqs,
-        num_reqs + 1,
-        len(partial) // (num_heads * (head_size + 2)) * group,
-        GROUP=group,
-        WINDOW=sliding_window or 0,
-        PARTITION=config.partition,
-        SPLIT_TOKENS=config.split.block_m // group,
-        PREFILL_TOKENS=config.prefill.block_m // group,
-        BLOCK=_PLAN_BLOCK,
-        num_warps=4,
-        num_stages=1,
-    )
 
 
 def paged_attention(
@@ -141,17 +72,29 @@ def paged_attention(
     num_heads = query.shape[1] // head_size
     config = config or choose_config(num_heads // num_kv_heads, head_size, query.dtype, exact=exact)
     tables = (block_table, seq_lens, query_start_loc)
-    factors = (*_score_factors(scale * k_scale, logits_soft_cap), v_scale)
-    call = _Call(
+    factors = (*score_factors(scale * k_scale, logits_soft_cap), v_scale)
+    call = LayerCall(
         query, kv_cache, tables, workspace, sinks, out, factors, config, overlaps(query.device)
     )
-    if len(seq_lens) and len(query):
-        if not planned:
-            sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
-            how: dict[str, Any] = {"config": config, "sliding_window": sliding_window, **sizes}
-            plan_attention(query_start_loc, seq_lens, workspace, **how)
-        has_soft_cap = logits_soft_cap is not None
-        _attend(call, sliding_window, causal, has_soft_cap, max_query_len, max_seq_len)
+    if not len(seq_lens) or not len(query):
+        return
+    if not planned:
+        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
+        how: dict[str, Any] = {"config": config, "sliding_window": sliding_window, **sizes}
+        plan_attention(query_start_loc, seq_lens, workspace, **how)
+    shapes = kernel_shapes(
+        num_heads,
+        num_kv_heads,
+        head_size,
+        kv_cache.shape[2],
+        kv_cache.stride(0),
+        sliding_window,
+        causal,
+        logits_soft_cap is not None,
+        sinks is not None,
+        config,
+    )
+    attend(call, shapes, max_query_len, max_seq_len)
 
 
 def paged_attention_cpu(
@@ -185,193 +128,6 @@ define_op(
 )
 
 
-class _Call(NamedTuple):
-    """The arguments that both kernels take."""
-
-    query: torch.Tensor
-    kv_cache: torch.Tensor
-    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """block_table, seq_lens, query_start_loc"""
-    workspace: torch.Tensor
-    sinks: torch.Tensor | None
-    out: torch.Tensor
-    factors: tuple[float, float, float]
-    """Those of scores, and the scale of values."""
-    config: AttentionConfig
-    overlaps: bool
-
-
-def _attend(
-    call: _Call,
-    sliding_window: int | None,
-    causal: bool,
-    has_soft_cap: bool,
-    max_query_len: int,
-    max_seq_len: int,
-) -> None:
-    """Launch the kernels of a step that is planned."""
-    _, _, block_size, num_kv_heads, head_size = call.kv_cache.shape
-    split, prefill = kernel_shapes(
-        call.query.shape[1] // head_size,
-        num_kv_heads,
-        head_size,
-        block_size,
-        call.kv_cache.stride(0),
-        sliding_window,
-        causal,
-        has_soft_cap,
-        call.sinks is not None,
-        call.config,
-    )
-    if min(max_query_len, len(call.query)) > split.tile_tokens:
-        _prefill(call, prefill, split.tile_tokens)
-    _split(call, split, max_query_len, max_seq_len)
-
-
-def _prefill(call: _Call, shape: KernelShape, split_tokens: int) -> None:
-    """Attend from the requests of more than split_tokens tokens."""
-    block_table, num_reqs = call.tables[0], len(call.tables[1])
-    num_tokens = len(call.query)
-    plan, _ = _plan_and_partial(call.workspace, num_reqs)
-    # At most: whole tiles, and one that is not full for each of these requests.
-    num_tiles = num_tokens // shape.tile_tokens + min(num_reqs, num_tokens // (split_tokens + 1))
-    prefill_kernel[(shape.num_kv_heads, num_tiles)](
-        call.query,
-        call.kv_cache,
-        *call.tables,
-        plan[2 * (num_reqs + 1) :],
-        call.sinks,
-        call.out,
-        num_reqs,
-        call.query.stride(0),
-        call.out.stride(0),
-        block_table.stride(0),
-        *call.factors,
-        shape,
-        call.overlaps,
-        launch_pdl=call.overlaps,
-        **call.config.prefill.launch_options,
-    )
-
-
-def _split(call: _Call, shape: KernelShape, max_query_len: int, max_seq_len: int) -> None:
-    """Attend from the requests of at most `tile_tokens` tokens."""
-    block_table, num_reqs = call.tables[0], len(call.tables[1])
-    plan, partial = _plan_and_partial(call.workspace, num_reqs)
-    capacity = len(partial) // (shape.num_kv_heads * (shape.head_size + 2))
-    num_partitions = cdiv(max_seq_len, shape.partition)
-    multiprocessors = _num_multiprocessors(call.query.device)
-    per_head = cdiv(call.config.programs_per_sm * multiprocessors, shape.num_kv_heads)
-    split_kernel[(shape.num_kv_heads, min(num_reqs * num_partitions, per_head))](
-        call.query,
-        call.kv_cache,
-        *call.tables,
-        plan,
-        partial,
-        call.sinks,
-        call.out,
-        num_reqs,
-        call.query.stride(0),
-        call.out.stride(0),
-        block_table.stride(0),
-        num_reqs + 1,
-        capacity,
-        *call.factors,
-        shape,
-        call.overlaps,
-        launch_pdl=call.overlaps,
-        **call.config.split.launch_options,
-    )
-    if num_partitions == 1:
-        return
-    num_rows = min(max_query_len, shape.tile_tokens) * shape.group
-    rows = min(next_power_of_2(num_rows), _MERGE_ROWS)
-    merge_kernel[(shape.num_kv_heads, num_reqs, cdiv(num_rows, rows))](
-        call.tables[2],
-        plan,
-        partial,
-        call.sinks,
-        call.out,
-        call.out.stride(0),
-        num_reqs + 1,
-        capacity,
-        call.factors[2],
-        rows,
-        4 * _MERGE_ROWS // rows,
-        shape,
-        call.overlaps,
-        num_warps=max(1, min(4, rows * shape.block_d // 128)),
-        num_stages=1,
-        launch_pdl=call.overlaps,
-    )
-
-
-@lru_cache(maxsize=8)
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 8  # The interpreter runs programs one after the other; several show their seams.
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _plan_size(num_reqs: int) -> int:
-    """Values that the plan takes of a workspace; what follows it is aligned."""
-    return cdiv(PLAN_ROWS * (num_reqs + 1), 64) * 64
-
-
-def _plan_and_partial(workspace: torch.Tensor, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The int32 plan and the room for partial results."""
-    size = _plan_size(num_reqs)
-    return workspace[:size].view(torch.int32), workspace[size:]
-
-
-def _score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """What `fold_tile` multiplies scores with, and its soft cap."""
-    if soft_cap is None:
-        return scale * _LOG2_E, 0.0
-    return 2.0 * _LOG2_E * scale / soft_cap, soft_cap * _LOG2_E
-
-
-@lru_cache(maxsize=64)
-def kernel_shapes(
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    block_size: int,
-    block_stride: int,
-    sliding_window: int | None,
-    causal: bool,
-    has_soft_cap: bool,
-    has_sinks: bool,
-    config: AttentionConfig,
-) -> tuple[KernelShape, KernelShape]:
-    """What the (split, prefill) kernels are compiled for."""
-
-    def shape(block_m: int, block_n: int, in_partitions: bool) -> KernelShape:
-        return KernelShape(
-            num_kv_heads=num_kv_heads,
-            group=num_heads // num_kv_heads,
-            head_size=head_size,
-            block_d=max(16, next_power_of_2(head_size)),
-            block_size=block_size,
-            block_stride=block_stride,
-            window=sliding_window or 0,
-            causal=causal,
-            has_soft_cap=has_soft_cap,
-            has_sinks=has_sinks,
-            partition=config.partition,
-            block_m=block_m,
-            block_n=block_n,
-            in_partitions=in_partitions,
-            one_loop=config.one_loop,
-        )
-
-    split, prefill = config.split, config.prefill
-    return (
-        shape(split.block_m, split.block_n, True),
-        shape(prefill.block_m, prefill.block_n, config.exact),
-    )
-
-
 def _check(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -396,4 +152,4 @@ def _check(
     assert query_start_loc.is_contiguous()
     assert workspace.dtype == torch.float32
     assert workspace.is_contiguous()
-    assert len(workspace) >= _plan_size(len(seq_lens))
+    assert len(workspace) >= plan_size(len(seq_lens))

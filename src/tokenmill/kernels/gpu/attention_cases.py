@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from tokenmill.kernels.gpu.attention import kernel_shapes
 from tokenmill.kernels.gpu.attention_config import AttentionConfig, TileConfig, choose_config
+from tokenmill.kernels.gpu.attention_launch import kernel_shapes
 from tokenmill.kernels.gpu.attention_prefill import prefill_kernel
 from tokenmill.kernels.gpu.attention_split import merge_kernel, plan_kernel, split_kernel
 from tokenmill.kernels.gpu.attention_tiles import KernelShape

@@ -59,13 +59,14 @@ def prefill_kernel(
     seq_len = tl.load(seq_lens + req)
     first_token = start + skipped
     num_tokens = tl.minimum(query_len - skipped, S.tile_tokens)
-    q = load_query(query, query_stride, first_token, num_tokens, kv_head, S)
+    q, rotated = load_query(query, query_stride, first_token, num_tokens, kv_head, S)
     acc, peak, total = _attend(
         q,
+        rotated,
         seq_len - query_len + skipped,
         num_tokens,
         seq_len,
-        kv_cache + kv_head * S.head_size,
+        kv_cache + kv_head * S.key_stride,
         block_table + req.to(tl.int64) * table_stride,
         qk_scale,
         soft_cap,
@@ -79,6 +80,7 @@ def prefill_kernel(
 @triton.jit
 def _attend(
     q: tl.tensor,
+    rotated: tl.tensor,
     position: tl.tensor,
     num_tokens: tl.tensor,
     seq_len: tl.tensor,
@@ -105,7 +107,7 @@ def _attend(
     if S.window > 0:
         begin = tl.maximum(position - S.window + 1, 0) // S.block_n * S.block_n
         full_begin = tl.cdiv(tl.maximum(last - S.window + 1, 0), S.block_n) * S.block_n
-    sequence = (keys, table, positions, seq_len, qk_scale, soft_cap)
+    sequence = (keys, table, positions, seq_len, qk_scale, soft_cap, rotated)
     empty = empty_state(S.block_m, S)
     rest = tl.maximum(full_begin, full_end)
     masked_end = tl.minimum(full_begin, end)

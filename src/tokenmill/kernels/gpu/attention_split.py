@@ -141,11 +141,11 @@ def split_kernel(
         start = tl.load(query_start_loc + req)
         query_len = tl.load(query_start_loc + req + 1) - start
         seq_len = tl.load(seq_lens + req)
-        q = load_query(query, query_stride, start, query_len, kv_head, S)
+        q, rotated = load_query(query, query_stride, start, query_len, kv_head, S)
         positions = seq_len - query_len + tl.arange(0, S.block_m) // S.group
-        keys = kv_cache + kv_head * S.head_size
+        keys = kv_cache + kv_head * S.key_stride
         table = block_table + req.to(tl.int64) * table_stride
-        sequence = (keys, table, positions, seq_len, qk_scale, soft_cap)
+        sequence = (keys, table, positions, seq_len, qk_scale, soft_cap, rotated)
         is_whole = next_item - first_item == 1
         first_row = tl.load(plan + plan_stride + req)
         place = (workspace, capacity, first_row, query_len * S.group, kv_head)

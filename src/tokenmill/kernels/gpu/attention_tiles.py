@@ -15,6 +15,13 @@ log2(e), since the hardware has an exponential to base 2.
 In partitions, the state starts anew at each multiple of `partition` keys, and the states are merged
 in order. Whether that happens in registers or through memory makes no difference to the bits: the
 products and sums are written as explicit fused operations.
+
+Of latents, of which there is one for all heads, a value is the part of its key behind the part that
+is rotated, so that a tile of keys is a tile of values, too:
+
+    key      | rotated | head_size: the value |
+
+Tiles have as many heads as have room, and walk over the same keys as if each had a KV head.
 """
 
 from __future__ import annotations
@@ -38,6 +45,9 @@ class KernelShape:
     group: int
     """Query heads per KV head."""
     head_size: int
+    """Of values, and of keys but for their rotated part."""
+    rotated: int
+    """Elements of a key in front of its value, of latents; 0 where values are apart from keys."""
     block_d: int
     """head_size, rounded up to a power of two."""
     block_size: int
@@ -66,9 +76,24 @@ class KernelShape:
         return self.block_m // self.group
 
     @property
+    def key_size(self) -> int:
+        """Elements of a key, and of a query."""
+        return self.rotated + self.head_size
+
+    @property
+    def block_r(self) -> int:
+        """The rotated part, rounded up to a power of two that a product takes."""
+        return max(16, 1 << (self.rotated - 1).bit_length())
+
+    @property
+    def key_stride(self) -> int:
+        """Elements of the cache between the keys of two KV heads."""
+        return 0 if self.rotated else self.head_size
+
+    @property
     def token_stride(self) -> int:
         """Elements of the cache between the keys of two tokens."""
-        return self.num_kv_heads * self.head_size
+        return self.key_size if self.rotated else self.num_kv_heads * self.head_size
 
     @property
     def value_offset(self) -> int:
@@ -100,17 +125,31 @@ def load_query(
     kv_head: tl.tensor,
     S: tl.constexpr,
 ) -> Any:
-    """Rows of a tile whose request has num_tokens tokens from first_token on, [block_m, block_d].
+    """Rows of a tile whose request has num_tokens tokens from first_token on, [block_m, block_d],
+    and their rotated parts, [block_m, block_r], where these are apart.
 
     Rows without a token, and elements behind the head size, are zero.
     """
     rows = tl.arange(0, S.block_m)
-    dims = tl.arange(0, S.block_d)
-    offsets = row_offsets(rows, first_token, query_stride, kv_head, S)
-    mask = (rows < num_tokens * S.group)[:, None]
-    if S.block_d != S.head_size:
-        mask &= (dims < S.head_size)[None, :]
-    return tl.load(query + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    offsets = row_offsets(rows, first_token, query_stride, kv_head, S.key_size, S)
+    is_row = rows < num_tokens * S.group
+    q = _load_rows(query + S.rotated + offsets, is_row, S.head_size, S.block_d)
+    if S.rotated > 0:
+        return q, _load_rows(query + offsets, is_row, S.rotated, S.block_r)
+    else:  # noqa: RET505  a compiled function's returns must exclude each other
+        return q, q
+
+
+@triton.jit
+def _load_rows(
+    rows: tl.tensor, is_row: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """SIZE elements from each of these pointers, zero behind them and where there is no row."""
+    dims = tl.arange(0, BLOCK)
+    mask = is_row[:, None]
+    if BLOCK != SIZE:
+        mask &= (dims < SIZE)[None, :]
+    return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -124,9 +163,9 @@ def store_output(
     kv_head: tl.tensor,
     S: tl.constexpr,
 ) -> None:
-    """Store values [len(rows), block_d] of a request's rows as `load_query` reads them."""
+    """Store values [len(rows), block_d] of a request's rows, in the order of `load_query`."""
     dims = tl.arange(0, S.block_d)
-    offsets = row_offsets(rows, first_token, out_stride, kv_head, S)
+    offsets = row_offsets(rows, first_token, out_stride, kv_head, S.head_size, S)
     mask = (rows < num_tokens * S.group)[:, None]
     if S.block_d != S.head_size:
         mask &= (dims < S.head_size)[None, :]
@@ -140,11 +179,12 @@ def row_offsets(
     first_token: tl.tensor,
     stride: tl.tensor,
     kv_head: tl.tensor,
+    SIZE: tl.constexpr,
     S: tl.constexpr,
 ) -> Any:
-    """Where a tile's rows begin in a [num_tokens, num_heads * head_size] tensor."""
+    """Where a tile's rows begin in a [num_tokens, num_heads * SIZE] tensor."""
     tokens = (first_token + rows // S.group).to(tl.int64)
-    return tokens * stride + (kv_head * S.group + rows % S.group) * S.head_size
+    return tokens * stride + (kv_head * S.group + rows % S.group) * SIZE
 
 
 @triton.jit
@@ -164,10 +204,12 @@ def load_blocks(
 
 
 @triton.jit
-def _tile_pointers(keys: tl.tensor, blocks: tl.tensor, key0: tl.tensor, S: tl.constexpr) -> Any:
-    """Pointers [block_n, block_d] to the keys of a tile; keys points to the head in block 0."""
+def _tile_pointers(
+    keys: tl.tensor, blocks: tl.tensor, key0: tl.tensor, BLOCK_D: tl.constexpr, S: tl.constexpr
+) -> Any:
+    """Pointers [block_n, BLOCK_D] to the keys of a tile; keys points to the head in block 0."""
     lanes = tl.arange(0, S.block_n)
-    dims = tl.arange(0, S.block_d)
+    dims = tl.arange(0, BLOCK_D)
     if S.block_size % S.block_n == 0:
         first = blocks.to(tl.int64) * S.block_stride + (key0 % S.block_size) * S.token_stride
         return keys + first + (lanes * S.token_stride)[:, None] + dims[None, :]
@@ -183,16 +225,20 @@ def _load_tile(
     key0: tl.tensor,
     seq_len: tl.tensor,
     MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
     S: tl.constexpr,
 ) -> Any:
-    """Keys or values of a tile, zero behind the sequence: what lies there may be NaN."""
-    is_dim = (tl.arange(0, S.block_d) < S.head_size)[None, :]
+    """SIZE elements of keys or values of a tile, zero behind the sequence: what lies there may be
+    NaN.
+    """
+    BLOCK_D: tl.constexpr = pointers.shape[1]
+    is_dim = (tl.arange(0, BLOCK_D) < SIZE)[None, :]
     is_key = (key0 + tl.arange(0, S.block_n) < seq_len)[:, None]
-    if MASKED and S.block_d != S.head_size:
+    if MASKED and BLOCK_D != SIZE:
         return tl.load(pointers, mask=is_key & is_dim, other=0.0)
     elif MASKED:  # noqa: RET505  as above
         return tl.load(pointers, mask=is_key, other=0.0)
-    elif S.block_d != S.head_size:
+    elif BLOCK_D != SIZE:
         return tl.load(pointers, mask=is_dim, other=0.0)
     else:
         return tl.load(pointers)
@@ -237,12 +283,16 @@ def fold_tile(
     S: tl.constexpr,
 ) -> Any:
     """Add one tile of keys, from key0 on and in these blocks, to the state of a tile of queries."""
-    keys, _, positions, seq_len, qk_scale, soft_cap = sequence
+    keys, _, positions, seq_len, qk_scale, soft_cap, q_rotated = sequence
     block_m: tl.constexpr = S.block_m
     block_n: tl.constexpr = S.block_n
-    pointers = _tile_pointers(keys, blocks, key0, S)
-    key = _load_tile(pointers, key0, seq_len, MASKED, S).to(q.dtype)
+    pointers = _tile_pointers(keys + S.rotated, blocks, key0, S.block_d, S)
+    key = _load_tile(pointers, key0, seq_len, MASKED, S.head_size, S).to(q.dtype)
     scores = _multiply(q, tl.trans(key), tl.zeros([block_m, block_n], tl.float32))
+    if S.rotated > 0:
+        rotated = _tile_pointers(keys, blocks, key0, S.block_r, S)
+        rotated = _load_tile(rotated, key0, seq_len, MASKED, S.rotated, S).to(q.dtype)
+        scores = _multiply(q_rotated, tl.trans(rotated), scores)
     if S.has_soft_cap:
         # cap * tanh(x / cap): qk_scale holds 2 * log2(e) / cap too, and soft_cap is cap * log2(e)
         scores = soft_cap - (2.0 * soft_cap) / (tl.exp2(scores * qk_scale) + 1.0)
@@ -263,7 +313,10 @@ def fold_tile(
     rescale = tl.exp2(peak - base)
     total = tl.fma(total, rescale, tl.sum(weights, 1))
     acc = acc * rescale[:, None]
-    value = _load_tile(pointers + S.value_offset, key0, seq_len, MASKED, S).to(q.dtype)
+    value = key
+    if S.rotated == 0:
+        value = _load_tile(pointers + S.value_offset, key0, seq_len, MASKED, S.head_size, S)
+        value = value.to(q.dtype)
     return _multiply(weights.to(q.dtype), value, acc), top, total
 
 
@@ -326,8 +379,8 @@ def walk(
     """Add the keys from begin, a multiple of block_n, up to end to the state of a tile.
 
     The sequence is (pointer to the keys of a KV head in block 0, pointer to the request's block
-    table, position of each row, seq_len, scale of scores, soft cap). Without MASKED, all rows see
-    all of these keys.
+    table, position of each row, seq_len, scale of scores, soft cap, rotated parts of the queries).
+    Without MASKED, all rows see all of these keys.
     """
     acc, peak, total = state
     table, seq_len = sequence[1], sequence[3]
