@@ -45,6 +45,13 @@ UNDIVIDED: Mapping[str, str] = {
     "Mamba2ForCausalLM": "its states are not divided yet",
 }
 """Other decoders, which run in one process, and why. So do encoders."""
+_OTHER_ENDINGS = (
+    "TextForSequenceClassification",
+    "ForSequenceClassification",
+    "TextModel",
+    "Model",
+)
+"""Of names that end in `ForCausalLM` where there is a head for tokens."""
 
 
 def resolve_parallel(
@@ -187,17 +194,26 @@ def _check_family(architecture: str, implementation: str, parallel: ParallelConf
             f"{setting}: {architecture} runs on the code of {implementation}, which is not divided"
             f" here. Set {setting.partition('=')[0]}=1."
         )
-    if architecture in DIVIDED:
+    decoder = _decoder(architecture)
+    if decoder in DIVIDED:
         return
-    if architecture in WHOLE_LAYERS:
+    if decoder in WHOLE_LAYERS:
         if parallel.tensor_parallel_size == 1:
             return
-        why = WHOLE_LAYERS[architecture]
+        why = WHOLE_LAYERS[decoder]
         remedy = f"Use pipeline_parallel_size={parallel.world_size} in its place."
     else:
-        why = UNDIVIDED.get(architecture, "it is not among the families that are")
+        why = UNDIVIDED.get(decoder, "it is not among the families that are")
         remedy = f"Set {setting.partition('=')[0]}=1, or use data_parallel_size."
     raise ConfigError(f"{setting}: {architecture} cannot be divided: {why}. {remedy}")
+
+
+def _decoder(architecture: str) -> str:
+    """What a model without a head for tokens, or with one for classes, is otherwise."""
+    for ending in _OTHER_ENDINGS:
+        if architecture.endswith(ending) and architecture not in UNDIVIDED:
+            return architecture.removesuffix(ending) + "ForCausalLM"
+    return architecture
 
 
 def _check_sizes(

@@ -80,8 +80,9 @@ def load_model(
             **some,
         )
     assert isinstance(model, nn.Module)
-    if pooling is not None:
-        add_head(model, read_parameters(hf_config).hidden_size, len(pooling.labels))
+    sizes = read_parameters(hf_config)
+    if pooling is not None and (layers is None or layers.stop == sizes.num_layers):
+        add_head(model, sizes.hidden_size, len(pooling.labels))
     slots = [replace(slot, name=slot.name.removeprefix(prefix)) for slot in weight_slots(model)]
     skipped = {HEAD} if hf_config["tie_word_embeddings"] else set()
     skipped |= getattr(family, "unused_tensors", frozenset())
@@ -99,14 +100,19 @@ def load_model(
 
 def outline(model_config: ModelConfig, kernels: LayerKernels) -> CausalLM:
     """A native model with all its layers, but without memory for their weights."""
-    family = get_model_class(model_config.architecture)
+    family, pooling = get_model_class(model_config.architecture), model_config.pooling
     with EmptyTensorsOnMeta():
-        return family(
+        model = family(
             {**family.config_defaults, **model_config.hf_config},
             dtype=getattr(torch, model_config.dtype),
             max_model_len=1,
             kernels=kernels,
         )
+        assert isinstance(model, nn.Module)
+        if pooling is not None:
+            hidden_size = read_parameters(model_config.hf_config).hidden_size
+            add_head(model, hidden_size, len(pooling.labels))
+    return model
 
 
 def tensor_shapes(

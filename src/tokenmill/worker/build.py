@@ -26,6 +26,7 @@ from tokenmill.worker.graphs.decode import record_decode_steps
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.inputs.multimodal import multimodal_inputs
 from tokenmill.worker.limits import RunnerLimits
+from tokenmill.worker.model_runner import ModelRunner
 from tokenmill.worker.pooling.build import build_pooling_worker
 from tokenmill.worker.ranks import ONE_RANK, OneRank
 from tokenmill.worker.row_params import build_row_params
@@ -56,7 +57,7 @@ def build_worker(
     layers = ranks.layers(config)
     model = load_model(config.model, checkpoint, on_progress, kernels=kernels, layers=layers)
     if config.model.pooling is not None:
-        return build_pooling_worker(config, model)
+        return build_pooling_worker(config, model, kernels, ranks)
     cache = ranks.kv_cache(config, model, kernels)
     limits = RunnerLimits(
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -68,6 +69,7 @@ def build_worker(
     own_part = ranks.own_part(cache, model)
     groups = bind_attention(config, model, own_part, torch.device(config.device))
     runner = ranks.make_runner(
+        ModelRunner,
         ranks.wrapped(config, model, kernels),
         groups,
         limits,
@@ -79,9 +81,10 @@ def build_worker(
     )
     if config.graphs != "off" and uses_native_kernels(config.model.dtype):
         runner.capture(checked(record) if config.graphs == "check" else record)
-        runner.capture_decode_steps(record_decode_steps)
+        if ranks.records_decode_steps:
+            runner.capture_decode_steps(record_decode_steps)
     kv_transfer = build_kv_transfer(config, model, cache, checkpoint)
-    return ranks.make_worker(runner, cache, kv_transfer)
+    return ranks.make_worker(config, runner, cache, kv_transfer)
 
 
 def _set_num_threads(config: EngineConfig) -> None:

@@ -115,6 +115,10 @@ class ModelRunner:
         """Have the forward pass recorded, on the buffers that steps are prepared in."""
         self._forward_pass = record(self._model, self.limits.largest_step, self._blank_step)
 
+    def wrap_forward(self, wrap: Callable[[ForwardPass], ForwardPass]) -> None:
+        """Put something around every forward pass; after `capture`."""
+        self._forward_pass = wrap(self._forward_pass)
+
     @torch.inference_mode()
     def capture_decode_steps(self, record: DecodeRecorder) -> None:
         """Have the steps recorded that only decode; after `capture`."""

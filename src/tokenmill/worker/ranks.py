@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.parallel import RankPlace
 from tokenmill.config.parameters import read_parameters
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, StateSpec
-from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.contracts.seams import KVTransfer
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import outline
 from tokenmill.parallel.group import SOLO, SharedMemoryGroup, TensorGroup
 from tokenmill.parallel.links import StageLinks
+from tokenmill.worker.group_worker import GroupWorker
 from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.inputs.host import HostInputs
 from tokenmill.worker.inputs.protocol import StepInputs
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
-from tokenmill.worker.stage import StageModel, StageRunner, StageWorker
+from tokenmill.worker.stage import PassingRunner, ReceivingForward, StageModel, StageWorker
 from tokenmill.worker.worker import Worker
 
 
@@ -56,20 +57,28 @@ class OneRank:
         """What the runner runs."""
         return model
 
+    records_decode_steps = True
+    """Whether a step can be one native call, from tokens to tokens."""
+
     def make_runner(
         self,
+        kind: Callable[..., ModelRunner],
         model: CausalLM,
         attention_groups: Sequence[AttentionGroup],
         limits: RunnerLimits,
         **parts: Any,
     ) -> ModelRunner:
-        """A runner with these parts."""
-        return ModelRunner(model, attention_groups, limits, **parts)
+        """A runner of this kind with these parts, or what stands for it here."""
+        return kind(model, attention_groups, limits, **parts)
 
     def make_worker(
-        self, runner: ModelRunner, cache: KVCacheConfig, kv_transfer: KVTransfer | None
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        cache: KVCacheConfig,
+        kv_transfer: KVTransfer | None = None,
     ) -> Worker:
-        """The worker around a runner."""
+        """The worker around a runner that has recorded what it records."""
         return Worker(runner, cache, kv_transfer)
 
 
@@ -83,14 +92,14 @@ class GroupRanks(OneRank):
     place: RankPlace
     group: TensorGroup = field()  # without one rank's default
 
-    def make_runner(
+    def make_worker(
         self,
-        model: CausalLM,
-        attention_groups: Sequence[AttentionGroup],
-        limits: RunnerLimits,
-        **parts: Any,
-    ) -> ModelRunner:
-        return GroupRunner(model, attention_groups, limits, group=self.group, **parts)
+        config: EngineConfig,
+        runner: ModelRunner,
+        cache: KVCacheConfig,
+        kv_transfer: KVTransfer | None = None,
+    ) -> Worker:
+        return GroupWorker(runner, cache, kv_transfer, self.group)
 
     def break_up(self) -> None:
         """Have the others fail that wait for this rank, which has failed."""
@@ -98,32 +107,12 @@ class GroupRanks(OneRank):
             self.group.break_up()
 
 
-class GroupRunner(ModelRunner):
-    """Runs steps together with other ranks, which are given the same plans.
-
-    Each of them samples for itself: with the same logits, seeds and positions they draw the same
-    tokens, and nobody has to be told.
-    """
-
-    def __init__(self, *arguments: Any, group: TensorGroup, **parts: Any) -> None:
-        super().__init__(*arguments, **parts)
-        self._group = group
-        self._step_id = -1
-        self._attempt = 0
-        """At this step: one that fails on all ranks is run again request by request."""
-
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        self._attempt = self._attempt + 1 if plan.step_id == self._step_id else 0
-        self._step_id = plan.step_id
-        self._group.begin(plan.step_id, self._attempt)
-        super().execute_model(plan)
-
-
 @dataclass(frozen=True, slots=True)
 class StageRanks(GroupRanks):
     """A rank of one stage of several, perhaps beside others of the same stage."""
 
     links: StageLinks
+    records_decode_steps = False
 
     def layers(self, config: EngineConfig) -> range:
         return self.place.layers(read_parameters(config.model.hf_config).num_layers)
@@ -152,26 +141,30 @@ class StageRanks(GroupRanks):
 
     def make_runner(
         self,
+        kind: Callable[..., ModelRunner],
         model: CausalLM,
         attention_groups: Sequence[AttentionGroup],
         limits: RunnerLimits,
         **parts: Any,
     ) -> ModelRunner:
-        assert isinstance(model, StageModel)
-        return StageRunner(
-            model,
-            attention_groups,
-            limits,
-            place=self.place,
-            group=self.group,
-            links=self.links,
-            **parts,
-        )
+        if self.place.is_last_stage:
+            return kind(model, attention_groups, limits, **parts)
+        shared = {name: parts[name] for name in ("inputs", "adapters")}
+        return PassingRunner(model, attention_groups, limits, links=self.links, **shared)
 
     def make_worker(
-        self, runner: ModelRunner, cache: KVCacheConfig, kv_transfer: KVTransfer | None
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        cache: KVCacheConfig,
+        kv_transfer: KVTransfer | None = None,
     ) -> Worker:
-        return StageWorker(runner, cache)
+        if not self.place.is_first_stage:
+            hidden_size = read_parameters(config.model.hf_config).hidden_size
+            runner.wrap_forward(
+                partial(ReceivingForward, links=self.links, hidden_size=hidden_size)
+            )
+        return StageWorker(runner, cache, kv_transfer, self.group)
 
 
 def spread_over_stages(cache: KVCacheConfig) -> KVCacheConfig:

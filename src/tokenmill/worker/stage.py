@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenmill.config.parallel import RankPlace
+from tokenmill.attention.backend import AttentionMetadata
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.sampled import SampledTokens
 from tokenmill.contracts.seams import StepFuture
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.models.base import CausalLM, IntermediateTensors
-from tokenmill.parallel.group import TensorGroup
 from tokenmill.parallel.links import StageLinks
-from tokenmill.worker.batch import BatchTensors
-from tokenmill.worker.model_runner import AttentionMetadataByLayer, DecodeRecorder, ModelRunner
-from tokenmill.worker.worker import Worker
+from tokenmill.worker.batch import BatchShape, BatchTensors
+from tokenmill.worker.graphs.forward import ForwardPass, GraphStats
+from tokenmill.worker.group_worker import GroupWorker
+from tokenmill.worker.model_runner import ModelRunner
 
 
 class StageModel:
@@ -70,28 +70,14 @@ class StageModel:
         return self._part.attention_layers()
 
 
-class StageRunner(ModelRunner):
-    """Runs a stage's part of each step. Every rank of a stage does the same."""
+class PassingRunner(ModelRunner):
+    """Runs the steps of a stage that is not the last: of its steps it sees no end."""
 
-    def __init__(
-        self,
-        model: StageModel,
-        *arguments: Any,
-        place: RankPlace,
-        group: TensorGroup,
-        links: StageLinks,
-        **parts: Any,
-    ) -> None:
-        super().__init__(model, *arguments, **parts)
-        self._place = place
-        self._group = group
+    def __init__(self, *arguments: Any, links: StageLinks, **parts: Any) -> None:
+        super().__init__(*arguments, **parts)
         self._links = links
-        self._hidden_size = model.hidden_size
         self._req_ids: dict[int, str] = {}
         """Whose row it is."""
-
-    def capture_decode_steps(self, record: DecodeRecorder) -> None:
-        """They would begin with tokens and end in some: no stage's steps do both."""
 
     def learn(self, sampled: SampledTokens) -> None:
         """Take in what the last stage has sampled for requests that still have their rows."""
@@ -107,46 +93,52 @@ class StageRunner(ModelRunner):
         self._req_ids.update({request.row: request.req_id for request in plan.scheduled_new_reqs})
         super().update_states(plan)
 
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        self._group.begin(plan.step_id, 0)
-        if self._place.is_last_stage:
-            super().execute_model(plan)
-        else:
-            self._pass_through(plan)
-
     @torch.inference_mode()
-    def _pass_through(self, plan: SchedulerOutput) -> None:
-        """A step of which this stage sees no end: nothing is sampled, so it is committed here."""
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        """Compute and hand on; nothing is sampled here, so the step is committed at once."""
         batch, tensors = self._prepare_inputs(plan)
         stream = self._forward(tensors, self._build_attention_metadata(tensors))
         self._links.send(stream[: tensors.shape.num_tokens])
         num_computed = batch.seq_lens.astype(np.int64)
         self._rows.commit(batch.rows, num_computed, self._rows.num_tokens[batch.rows])
 
-    def _forward(
-        self, tensors: BatchTensors, attn_metadata: AttentionMetadataByLayer
+
+class ReceivingForward:
+    """The `ForwardPass` of a stage that is not the first: begins with what is handed to it."""
+
+    def __init__(self, inner: ForwardPass, *, links: StageLinks, hidden_size: int) -> None:
+        self._inner = inner
+        self._links = links
+        self._hidden_size = hidden_size
+
+    @property
+    def stats(self) -> GraphStats:
+        return self._inner.stats
+
+    def padded(self, shape: BatchShape) -> BatchShape:
+        """As this stage's recording wants it."""
+        return self._inner.padded(shape)
+
+    def run(
+        self, tensors: BatchTensors, attn_metadata: Mapping[str, AttentionMetadata]
     ) -> torch.Tensor:
-        if not self._place.is_first_stage:
-            received = self._links.receive(tensors.shape.num_tokens, self._hidden_size)
-            tensors = replace(tensors, inputs_embeds=received)
-        return super()._forward(tensors, attn_metadata)
+        received = self._links.receive(tensors.shape.num_tokens, self._hidden_size)
+        return self._inner.run(replace(tensors, inputs_embeds=received), attn_metadata)
 
 
-class StageWorker(Worker):
+class StageWorker(GroupWorker):
     """Runs plans as they are: one that fails in a stage cannot be run again request by request, as
     the other stages know nothing of it. The engine's recovery finds who is to blame.
     """
 
-    runner: StageRunner
-
     def learn(self, sampled: SampledTokens) -> None:
         """Take in what was sampled in an earlier step."""
+        assert isinstance(self.runner, PassingRunner), "the last stage knows"
         self.runner.learn(sampled)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self._plan = plan
         self.runner.update_states(plan)
-        self.runner.execute_model(plan)
+        self.run_pass(plan)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
         return self.runner.sample_tokens(grammar_output)

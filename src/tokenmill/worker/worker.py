@@ -70,7 +70,7 @@ class Worker:
             self.runner.update_states(plan)
         if plan.rows:
             try:
-                self.runner.execute_model(plan)
+                self.run_pass(plan)
             except Exception as error:  # noqa: BLE001 - whatever a kernel raises, one request pays
                 self._forward = _Failure.of(error)
 
@@ -92,6 +92,10 @@ class Worker:
             len(plan.rows),
         )
         return self._run_one_by_one(plan, grammar_output)
+
+    def run_pass(self, plan: SchedulerOutput) -> None:
+        """The forward pass of a plan, or of one request's part of it when that is run again."""
+        self.runner.execute_model(plan)
 
     def _run_one_by_one(
         self, plan: SchedulerOutput, grammar_output: GrammarOutput | None
@@ -117,7 +121,7 @@ class Worker:
         self, plan: SchedulerOutput, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | _Failure:
         try:
-            self.runner.execute_model(plan)
+            self.run_pass(plan)
             return self.runner.sample_tokens(grammar_output).result()
         except Exception as error:  # noqa: BLE001 - as above
             return _Failure.of(error)

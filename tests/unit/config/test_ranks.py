@@ -101,6 +101,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "pipeline_parallel_size=2: GPT2LMHeadModel cannot be divided: its queries",
     ),
     (
+        {"architectures": ["BertModel"]},
+        {"tensor_parallel_size": 2},
+        "BertModel cannot be divided: it is not among the families that are",
+    ),
+    (
         {"architectures": ["SomethingForCausalLM"]},
         {"tensor_parallel_size": 2},
         "SomethingForCausalLM cannot be divided: it is not among the families that are",
@@ -243,3 +248,10 @@ def test_places() -> None:
     assert not ParallelConfig(tensor_parallel_size=2).uses_process_group(has_native_kernels=True)
     assert ParallelConfig(tensor_parallel_size=2).uses_process_group(has_native_kernels=False)
     assert [list(stage_layers(5, stage, 2)) for stage in range(2)] == [[0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("ending", ["Model", "ForSequenceClassification"])
+def test_decoders_that_pool_are_divided(ending: str) -> None:
+    config = settled({"architectures": [f"Llama{ending}"]}, tensor_parallel_size=2)
+    assert config.model.pooling is not None
+    assert config.parallel.world_size == 2

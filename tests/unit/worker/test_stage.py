@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from helpers.models import model_config
 from tokenmill.attention.backend import CacheLimits
 from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.config.parallel import ParallelConfig
+from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import NewRequestData, SchedulerOutput
 from tokenmill.contracts.sampled import SampledTokens
 from tokenmill.layers.plain import PlainKernels
@@ -21,7 +22,10 @@ from tokenmill.models.loader import load_model
 from tokenmill.parallel.group import SOLO
 from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.limits import RunnerLimits
-from tokenmill.worker.stage import StageModel, StageRunner, StageWorker
+from tokenmill.worker.model_runner import ModelRunner
+from tokenmill.worker.stage import PassingRunner, ReceivingForward, StageModel, StageWorker
+
+NO_CACHE = KVCacheConfig(0, 16, ())
 
 
 class Sent:
@@ -51,16 +55,13 @@ def make_stage(rank: int, links: Sent) -> StageWorker:
         layer.bind(backend.make_impl(spec), torch.zeros(backend.get_kv_cache_shape(spec, 16)))
         builder = backend.make_metadata_builder(spec, CacheLimits(16, 4, 32, 64))
         groups.append(AttentionGroup(0, (name,), builder))
-    place = ParallelConfig(pipeline_parallel_size=2).place(rank)
-    runner = StageRunner(
-        StageModel(part, kernels, 128, is_first=rank == 0),
-        groups,
-        RunnerLimits(4, 32, 64, 16, 97),
-        place=place,
-        group=SOLO,
-        links=links,
-    )
-    return StageWorker(runner, kv_cache_config=None)  # type: ignore[arg-type]
+    model = StageModel(part, kernels, 128, is_first=rank == 0)
+    limits = RunnerLimits(4, 32, 64, 16, 97)
+    if rank == 0:
+        return StageWorker(PassingRunner(model, groups, limits, links=links), NO_CACHE, None, SOLO)
+    runner = ModelRunner(model, groups, limits)
+    runner.wrap_forward(partial(ReceivingForward, links=links, hidden_size=128))
+    return StageWorker(runner, NO_CACHE, None, SOLO)
 
 
 def enter(req_id: str, row: int, token_ids: list[int], block: int) -> NewRequestData:

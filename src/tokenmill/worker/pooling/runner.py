@@ -23,6 +23,7 @@ from tokenmill.models.pooling import Encoder
 from tokenmill.worker.adapters import RowAdapters
 from tokenmill.worker.batch import BatchTensors, InputBatch
 from tokenmill.worker.groups import AttentionGroup
+from tokenmill.worker.inputs.protocol import StepInputs
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import AttentionMetadataByLayer, ModelRunner
 from tokenmill.worker.pooling.pooler import Pooler, as_data
@@ -57,8 +58,9 @@ class PoolingRunner(ModelRunner):
         limits: RunnerLimits,
         pooler: Pooler,
         adapters: RowAdapters | None = None,
+        inputs: StepInputs | None = None,
     ) -> None:
-        super().__init__(model, attention_groups, limits, adapters=adapters)
+        super().__init__(model, attention_groups, limits, adapters=adapters, inputs=inputs)
         self._pooler = pooler
         self._requests: dict[int, PoolingRequest] = {}
         """By row."""
