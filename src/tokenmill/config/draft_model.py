@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tokenmill.config.draft_head import is_head, resolve_head
 from tokenmill.config.engine_config import MemoryLedger
 from tokenmill.config.kv_layout import KVLayout
 from tokenmill.config.memory import StepShape, kv_bytes_per_token, workspace_bytes
@@ -37,13 +38,20 @@ def resolve_draft(
     dtype: str,
     kernels: str,
 ) -> SpeculativeConfig | None:
-    """The settings of speculation with the model that drafts, if one does.
+    """The settings of speculation with the model or head that drafts, if one does.
 
     Raises `ConfigError` for a model that cannot draft for `target`.
     """
     if speculation is None or speculation.model is None:
         return speculation
     assert files is not None, "the model that drafts was not opened"
+    if speculation.reads_hidden_states:
+        return resolve_head(speculation, files, target, step, dtype=dtype, kernels=kernels)
+    if is_head(files.tensor_shapes):
+        raise ConfigError(
+            f"speculative_config.model={speculation.model!r} is a draft head: set"
+            f" speculative_config.method='eagle' or 'eagle3'."
+        )
     parameters = read_parameters(files.config)
     check_draft(speculation.model, parameters, target)
     device = "cuda" if kernels == "triton" else "cpu"

@@ -11,10 +11,13 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.parameters import ModelParameters
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
-METHODS = ("ngram", "suffix", "draft_model")
+HEAD_METHODS = ("eagle", "eagle3")
+"""Of draft heads, which read the hidden states of the model that they draft for."""
+METHODS = ("ngram", "suffix", "draft_model", *HEAD_METHODS)
+_MODEL_METHODS = ("draft_model", *HEAD_METHODS)
 MAX_DRAFTS = 128
 MAX_LOOKUP = 64
-_DEFAULT_DRAFTS = {"ngram": 8, "suffix": 8, "draft_model": 4}
+_DEFAULT_DRAFTS = {"ngram": 8, "suffix": 8} | dict.fromkeys(_MODEL_METHODS, 4)
 _LEAST_CACHE = 4096
 _PLACE_BYTES = 12
 """Of a context in the table of `kernels/suffix_index.py`."""
@@ -30,7 +33,7 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A second, smaller model that drafts."""
+    """A second, smaller model that drafts, or a head."""
 
     path: str
     architecture: str
@@ -44,6 +47,9 @@ class DraftModel:
     """Of its weights, and of the buffers of its steps."""
     kv_bytes_per_token: int
     """K and V of one token in all its layers."""
+    aux_layers: tuple[int, ...] = ()
+    """Layers of the other model whose inputs a head reads; none where it reads what the other's
+    output head reads (eagle)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +58,8 @@ class SpeculativeConfig:
 
     method: str
     """ngram: what followed the last tokens where they stood before in the request; suffix: what
-    mostly followed them in all requests so far; draft_model: what a smaller model says."""
+    mostly followed them in all requests so far; draft_model: what a smaller model says; eagle,
+    eagle3: what a head says that reads the model's hidden states."""
     num_speculative_tokens: int
     """Most drafts of a request in one step, 1 to 128."""
     prompt_lookup_min: int = _DEFAULT_LOOKUP[0]
@@ -68,7 +75,7 @@ class SpeculativeConfig:
     suffix_decoding_cache_bytes: int = 16 << 20
     """Most memory of what is remembered (suffix)."""
     model: str | None = None
-    """The model that drafts (draft_model): a directory, a GGUF file, a hub id or an alias."""
+    """The model or head that drafts: a directory, a GGUF file (no head), a hub id or an alias."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     quantization: str | None = None
@@ -91,7 +98,12 @@ class SpeculativeConfig:
     @property
     def num_lookahead_tokens(self) -> int:
         """Slots behind a request's tokens that drafting writes."""
-        return self.num_speculative_tokens if self.method == "draft_model" else 0
+        return self.num_speculative_tokens if self.method in _MODEL_METHODS else 0
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether a draft head drafts."""
+        return self.method in HEAD_METHODS
 
     def __post_init__(self) -> None:
         for name, annotation in get_type_hints(SpeculativeConfig).items():
@@ -115,10 +127,11 @@ class SpeculativeConfig:
                 f" {MAX_LOOKUP}."
             )
         self._check_suffix()
-        if (self.model is None) == (self.method == "draft_model"):
+        if (self.model is None) == (self.method in _MODEL_METHODS):
             raise ConfigError(
                 f"{_NAME}.method='{self.method}' and model={shown(self.model)} do not belong"
-                f" together: draft_model needs a model, and no other method has one."
+                f" together: {', '.join(_MODEL_METHODS[:-1])} and {_MODEL_METHODS[-1]} need a"
+                f" model, and no other method has one."
             )
 
     def _check_suffix(self) -> None:

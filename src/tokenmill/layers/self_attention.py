@@ -40,9 +40,10 @@ class SelfAttention(nn.Module):
         has_sinks: bool = False,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        input_size: int | None = None,
     ) -> None:
         """`scale` is head_size ** -0.5 by default. With `is_fused`, the checkpoint has one matrix
-        `qkv_proj`.
+        `qkv_proj`. `input_size` is that of what is read, by default `hidden_size`.
         """
         super().__init__()
         heads = even_share(num_heads, kernels.group.rank, kernels.group.size)
@@ -52,7 +53,7 @@ class SelfAttention(nn.Module):
         parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         rows = {name: share.of(head_size) for name, share in parts.items()}
         self.qkv_proj = ColumnParallelLinear(
-            hidden_size,
+            input_size or hidden_size,
             list(rows.values()) if is_fused else rows,
             bias=bias,
             dtype=dtype,
@@ -80,7 +81,7 @@ class SelfAttention(nn.Module):
         return self.qkv_proj.empty_input(num_rows)
 
     def forward(self, positions: torch.Tensor, x: Activations) -> torch.Tensor:
-        """Map x [N, hidden_size] to the same shape; positions are int64 [N]."""
+        """Map x [N, input_size] to [N, hidden_size]; positions are int64 [N]."""
         qkv = self.qkv_proj(x)
         query, key, value = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         out = self.attn(positions, self.q_norm(query), self.k_norm(key), value)

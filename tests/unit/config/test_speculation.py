@@ -101,7 +101,7 @@ def test_one_length_of_a_lookup_gives_way_to_the_other(
     [
         ({"spec_method": "ngrams"}, r"method='ngrams' is not one of: .*ngram.*Did you mean"),
         ({"spec_tokens": 4}, r"needs a method: ngram"),
-        ({"spec_method": "draft_model"}, r"draft_model needs a model"),
+        ({"spec_method": "draft_model"}, r"draft_model, eagle and eagle3 need a model"),
         ({"spec_method": "ngram", "spec_model": "x"}, r"model='x' do not belong together"),
         ({"speculative_config": {"model": "x", "draft": {}}}, r"has no 'draft'"),
         ({"spec_method": "ngram", "spec_tokens": 0}, r"=0 must lie between 1 and 128"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.speculation import SpeculativeConfig
+from tokenmill.features.spec.draft_head import HeadDrafter
 from tokenmill.features.spec.draft_model import DraftLimits, DraftModelDrafter, PlanRunner
 from tokenmill.features.spec.lookup import AllTexts, LookupDrafter, OwnText, TextIndex
 
@@ -14,13 +15,17 @@ _TEXTS: dict[str, Callable[[SpeculativeConfig, int], TextIndex]] = {
     "suffix": AllTexts,
 }
 
-Drafters = LookupDrafter | DraftModelDrafter
+Drafters = LookupDrafter | DraftModelDrafter | HeadDrafter
 
 
 def build_drafter(
-    config: EngineConfig, make_runner: Callable[[], tuple[PlanRunner, DraftLimits]]
+    config: EngineConfig,
+    make_runner: Callable[[], tuple[PlanRunner, DraftLimits]],
+    make_head_drafter: Callable[[], HeadDrafter] | None = None,
 ) -> Drafters | None:
-    """None without speculation. `make_runner` loads the model that drafts, where one does."""
+    """None without speculation. `make_runner` loads the model that drafts, where one does, and
+    `make_head_drafter` the head, where heads can.
+    """
     speculation = config.speculation
     if speculation is None:
         return None
@@ -28,6 +33,9 @@ def build_drafter(
         max_num_seqs = config.scheduler.max_num_seqs
         texts = _TEXTS[speculation.method](speculation, max_num_seqs)
         return LookupDrafter(texts, speculation, max_num_seqs)
+    if speculation.reads_hidden_states:
+        assert make_head_drafter is not None, "heads are refused here (config/draft_head.py)"
+        return make_head_drafter()
     runner, limits = make_runner()
     return DraftModelDrafter(
         runner, limits, speculation.num_speculative_tokens, adaptive=speculation.adaptive
