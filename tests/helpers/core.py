@@ -64,9 +64,14 @@ def create_scheduler(
     num_groups: int = 1,
     windows: Sequence[int | None] | None = None,
     enable_prefix_caching: bool = True,
+    num_speculative_tokens: int = 0,
+    num_lookahead_tokens: int | None = None,
     **kwargs: object,
 ) -> Scheduler:
-    """A scheduler with small limits that verifies every prefix hit; `kwargs` go to it as well."""
+    """A scheduler with small limits that verifies every prefix hit; `kwargs` go to it as well.
+
+    Drafters write behind their tokens, by default as many slots as they have drafts.
+    """
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -84,6 +89,10 @@ def create_scheduler(
         create_kv_cache_config(num_blocks, block_size, num_groups, windows),
         vocab_size=VOCAB_SIZE,
         enable_prefix_caching=enable_prefix_caching,
+        num_speculative_tokens=num_speculative_tokens,
+        num_lookahead_tokens=(
+            num_speculative_tokens if num_lookahead_tokens is None else num_lookahead_tokens
+        ),
         verify_prefix_hits=True,
         **kwargs,
     )

@@ -13,15 +13,9 @@ from __future__ import annotations
 from tokenmill.core.request import Request
 
 
-class MicroBatches:
-    """Divides the requests that run among the steps in flight."""
-
-    def __init__(self, num_stages: int) -> None:
-        self.num_stages = num_stages
-
-    def ready(self, running: list[Request]) -> list[Request]:
-        """Of these, in their order, the ones that the next step may compute."""
-        if self.num_stages == 1:
-            return running
-        most = -(-len(running) // self.num_stages)
-        return [request for request in running if not request.num_output_placeholders][:most]
+def next_micro_batch(running: list[Request], num_stages: int) -> list[Request]:
+    """Of the requests that run, in their order, the ones that the next step may compute."""
+    if num_stages == 1:
+        return running
+    most = -(-len(running) // num_stages)
+    return [request for request in running if not request.num_output_placeholders][:most]

@@ -34,7 +34,7 @@ from tokenmill.core.encoder import NO_ENCODER, EncoderSchedule
 from tokenmill.core.grammar import GrammarReady, follow_grammar, start_grammar
 from tokenmill.core.kv.manager import KVCacheManager
 from tokenmill.core.limits import check_groups, check_limits
-from tokenmill.core.micro_batches import MicroBatches
+from tokenmill.core.micro_batches import next_micro_batch
 from tokenmill.core.outputs import error_output, step_output
 from tokenmill.core.policy import get_policy
 from tokenmill.core.request import Request, RequestStatus
@@ -52,7 +52,7 @@ class Scheduler:
         vocab_size: sampled ids must be below; others end their request with an error.
         enable_prefix_caching: share blocks of equal prefixes.
         num_speculative_tokens: most drafts checked per request and step; 0 without a drafter.
-        num_lookahead_tokens: slots that a drafter writes behind its tokens; by default as many.
+        num_lookahead_tokens: slots that a drafter writes behind its tokens.
         readiness_rules: rules of features that hold requests back.
         grammars: follows the requests whose text must have a form.
         encoder: decides when images are encoded; without it there are none.
@@ -71,7 +71,7 @@ class Scheduler:
         vocab_size: int,
         enable_prefix_caching: bool,
         num_speculative_tokens: int = 0,
-        num_lookahead_tokens: int | None = None,
+        num_lookahead_tokens: int = 0,
         readiness_rules: Sequence[ReadinessRule] = (),
         grammars: GrammarManager | None = None,
         encoder: EncoderSchedule | None = None,
@@ -91,8 +91,7 @@ class Scheduler:
             transfer=kv_transfer,
         )
         self._num_speculative_tokens = num_speculative_tokens
-        drafts, ahead = num_speculative_tokens, num_lookahead_tokens
-        self._num_lookahead_tokens = drafts if ahead is None else ahead
+        self._num_lookahead_tokens = num_lookahead_tokens
         self._vocab_size, self._clock = vocab_size, clock
         self._chunks = ChunkSizes(config, kv_cache_config.groups)
         # The last token of a sequence needs no slot: it is never computed.
@@ -115,7 +114,7 @@ class Scheduler:
         """By id, in the order of admission."""
         self._rows = RowAllocator(config.max_num_seqs)
         self._freed_rows: list[int] = []
-        self._deadlines, self._micro_batches = Deadlines(), MicroBatches(config.num_stages)
+        self.deadlines = Deadlines()
         self._in_flight: deque[Step] = deque()
         self._last = Step(SchedulerOutput(-1), 0, self._chunks, num_repeats=0)
         self._ended_outputs: list[EngineCoreOutput] = []
@@ -137,7 +136,7 @@ class Scheduler:
             self._grammars.add(data)
         self.requests[request.request_id] = request
         self.waiting.add(request)
-        self._deadlines.add(data)
+        self.deadlines.add(data)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End these requests, whatever they are doing. Unknown and ended ids are passed over.
@@ -182,15 +181,19 @@ class Scheduler:
 
     # ---- planning -------------------------------------------------------------------------
 
+    def plan_anew(self) -> None:
+        """Have the next plan made from the requests' counts, which somebody has moved on."""
+        self._last.num_repeats = 0
+
     def schedule(self) -> SchedulerOutput:
         """Plan the next step, and count it as in flight unless it is empty.
 
         An empty plan must not be sent. Rows that were freed are told in the next plan that is not.
         """
-        if self._deadlines.pending:
+        if self.deadlines:
             self._abort_overdue()
-        most = self.config.max_num_seqs
-        if not self._freed_rows and self._last.can_repeat(len(self.requests), most):
+        is_same = self._last.can_repeat(len(self.requests), self.config.max_num_seqs)
+        if is_same and not self._freed_rows:
             step = self._last.repeat(self._next_step_id)
         else:
             step = self._plan_step()
@@ -206,7 +209,7 @@ class Scheduler:
         self._schedule_running(step)
         if not step.num_preempted and len(self.requests) > len(self.running):
             self._schedule_waiting(step, self._clock())
-        if self._num_speculative_tokens or self._micro_batches.num_stages > 1:
+        if self._num_speculative_tokens or self.config.num_stages > 1:
             step.num_repeats = 0  # its result may bring drafts; in stages, its requests wait for it
         if step.requests:
             plan.finished_rows, self._freed_rows = self._freed_rows, []
@@ -215,14 +218,13 @@ class Scheduler:
 
     def _schedule_running(self, step: Step) -> None:
         """Continue running requests in the order of admission, preempting where blocks lack."""
-        requests = self._micro_batches.ready(list(self.running.values()))
+        requests = next_micro_batch(list(self.running.values()), self.config.num_stages)
         for index, request in enumerate(requests, start=1):
             if not step.token_budget:
                 break
             if request.num_output_placeholders and self._drafting.holds(request):
                 continue
-            num_steps = steps_in_place(request, self._num_lookahead_tokens)
-            if num_steps > 0:
+            if (num_steps := steps_in_place(request, self._num_lookahead_tokens)) > 0:
                 step.add_decode(request, num_steps)
             elif request.is_running:  # not preempted for one before it
                 self._drafting.leave_room(request, len(requests) - index, step)
@@ -328,7 +330,6 @@ class Scheduler:
         error = result.errors.get(request_id) or describe_fault(sampled, num_due, self._vocab_size)
         if error is not None:
             return self._fail(request, self._grammars.failure(request_id) or error)
-
         if request.pending_prompt_logprobs is not None:
             request.pending_prompt_logprobs += result.prompt_logprobs.get(request_id, ())
         token_ids, stop = append_tokens(request, sampled)
@@ -343,11 +344,10 @@ class Scheduler:
             self._drafting.settle(request, num_due, len(sampled))
             if num_due:
                 self._drafting.take(request, result)
-        is_pooled = request_id in result.pooled
-        if not token_ids and not is_pooled:
-            return None
-        if is_pooled:
+        if request_id in result.pooled:
             stop = POOLED
+        elif not token_ids:
+            return None
         if stop is not None:
             self._finish(request, stop.status)
         return step_output(request, token_ids, stop, result)
@@ -367,7 +367,7 @@ class Scheduler:
         return error_output(request, error)
 
     def _abort_overdue(self) -> None:
-        overdue = self._deadlines.pop_overdue(self._clock())
+        overdue = self.deadlines.pop_overdue(self._clock())
         for request in filter(None, map(self.requests.get, overdue)):
             self._finish(request, RequestStatus.FINISHED_ABORTED)
             self._ended_outputs.append(request.make_output())

@@ -133,4 +133,4 @@ def skip_steps(scheduler: Scheduler, num_steps: int) -> None:
         request.num_settled_tokens = before + num_steps
         if before // size != request.num_settled_tokens // size:
             kv.cache_blocks(request, request.num_settled_tokens)
-    scheduler._last.num_repeats = 0  # its counts are of another time: the next plan is made anew
+    scheduler.plan_anew()

@@ -256,8 +256,7 @@ class SimulatedWorker:
             seconds.append(self._cost.seconds(work))
             work = self._counter.next_decode(work)
         cruise = Cruise.of(self.now, [flight.end for flight in self._in_flight], seconds)
-        if scheduler._deadlines.pending:
-            cruise.stop_at(scheduler._deadlines.pending[0][0])
+        cruise.stop_at(scheduler.deadlines.next)
         if cruise.num_steps == 0:
             return False
         self._cruise = cruise

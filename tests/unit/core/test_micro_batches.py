@@ -17,7 +17,7 @@ from helpers.core import (
 )
 from helpers.fake_executor import FakeExecutor, generate_alone
 from tokenmill.contracts.plan import SchedulerOutput
-from tokenmill.core.micro_batches import MicroBatches
+from tokenmill.core.micro_batches import next_micro_batch
 from tokenmill.engine.core import EngineCore
 
 
@@ -82,7 +82,7 @@ def test_a_long_prompt_goes_on_in_the_next_step_without_waiting() -> None:
 
 def test_with_one_stage_nothing_changes() -> None:
     running = [object(), object()]
-    assert MicroBatches(1).ready(running) is running  # type: ignore[arg-type, comparison-overlap]
+    assert next_micro_batch(running, num_stages=1) is running  # type: ignore[arg-type, comparison-overlap]
     core, _ = create_core(max_steps_in_flight=2)
     core.add_request(create_request(4, max_tokens=5))
     run_to_end(core)
