@@ -93,6 +93,11 @@ class HeadDrafter:
         self._step: list[_Followed] = []
         self._step_id = 0
 
+    @property
+    def runner(self) -> PlanRunner:
+        """Runs the head."""
+        return self._runner
+
     # ---- following the scheduler and the model --------------------------------------------
 
     def update(self, plan: SchedulerOutput) -> None:

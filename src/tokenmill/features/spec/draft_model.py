@@ -30,13 +30,10 @@ from tokenmill.contracts.plan import (
     SchedulerOutput,
 )
 from tokenmill.contracts.seams import StepFuture
-from tokenmill.features.spec.acceptance import Acceptance
-from tokenmill.features.spec.lengths import StepTimer, choose_depth
+from tokenmill.features.spec.depths import Depths
+from tokenmill.features.spec.lengths import StepTimer
 
 IntArray = npt.NDArray[np.int64]
-
-_MEMORY = 0.9
-_IDLE_MEMORY = 0.99
 
 
 class RowCounts(Protocol):
@@ -100,12 +97,9 @@ class DraftModelDrafter:
     ) -> None:
         self._runner = runner
         self._limits = limits
-        self._num_drafts = num_drafts
-        self._adapts = adaptive
-        self._timer = timer or StepTimer(largest=1 + num_drafts)
-        self._clock = clock
-        self._pass_seconds = 0.0
-        self._acceptance = Acceptance(limits.max_num_seqs)
+        self._depths = Depths(
+            limits.max_num_seqs, num_drafts, adaptive=adaptive, timer=timer, clock=clock
+        )
         self._req_ids: list[str | None] = [None] * limits.max_num_seqs
         self._blocks: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
         self._num_filled = np.zeros(limits.num_blocks, np.int64)
@@ -139,7 +133,7 @@ class DraftModelDrafter:
             new_block_ids=[self._in_all_groups(ids[group]) for ids in cached.new_block_ids],
         )
         self._runner.update_states(own)
-        self._timer.begin(plan.num_scheduled_tokens)
+        self._depths.timer.begin(plan.num_scheduled_tokens)
 
     def _enter(self, request: NewRequestData) -> NewRequestData:
         """The request as the model that drafts sees it."""
@@ -152,7 +146,7 @@ class DraftModelDrafter:
         self._blocks[request.row] = block_ids.copy()
         self._num_known[request.row] = len(request.token_ids)
         self._num_marked[request.row] = num_full * self._limits.block_size
-        self._acceptance.clear(request.row)
+        self._depths.acceptance.clear(request.row)
         return NewRequestData(
             req_id=request.req_id,
             row=request.row,
@@ -185,7 +179,7 @@ class DraftModelDrafter:
         Nothing for those that have left their rows since their step began, as some have by the
         time a device has computed it.
         """
-        self._timer.end()
+        self._depths.timer.end()
         at_work = [self._req_ids[row] == id_ for id_, row in zip(req_ids, rows, strict=True)]
         if not all(at_work):
             req_ids = list(compress(req_ids, at_work))
@@ -193,18 +187,14 @@ class DraftModelDrafter:
         self._tell_tokens(rows, num_tokens, token_ids)
         turns = self._choose(req_ids, rows.tolist(), num_tokens.tolist())
         turns = self._catch_up(turns)
-        begin, depth = self._clock(), 1
-        while going_on := [turn for turn in turns if turn.length > depth]:
-            self._run(going_on, [1] * len(going_on))
-            turns = [turn for turn in turns if turn.drafts]  # whose logits are no use has none
-            depth += 1
-        if depth > 1:
-            seconds = (self._clock() - begin) / (depth - 1)
-            known = self._pass_seconds or seconds
-            self._pass_seconds = _MEMORY * known + (1 - _MEMORY) * min(seconds, 3 * known)
+        with self._depths.timed() as passes:
+            while going_on := [turn for turn in turns if turn.length > 1 + len(passes)]:
+                self._run(going_on, [1] * len(going_on))
+                turns = [turn for turn in turns if turn.drafts]  # whose logits are no use has none
+                passes.append(len(going_on))
         for turn in turns:
             start = int(self._num_known[turn.row])
-            self._acceptance.expect(turn.row, start, turn.drafts)
+            self._depths.acceptance.expect(turn.row, start, turn.drafts)
         return {turn.req_id: turn.drafts for turn in turns if turn.drafts}
 
     def _tell_tokens(
@@ -216,7 +206,7 @@ class DraftModelDrafter:
         for row, end in zip(rows.tolist(), num_tokens.tolist(), strict=True):
             start = int(self._num_known[row])
             new = token_ids[row, start:end].tolist()
-            num_held = self._acceptance.observe(row, token_ids[row], end)
+            num_held = self._depths.acceptance.observe(row, token_ids[row], end)
             counts.num_tokens[row] = start
             # The last token is computed once more if it was a draft: its logits are wanted.
             counts.num_computed_tokens[row] = min(
@@ -231,27 +221,14 @@ class DraftModelDrafter:
     def _choose(
         self, req_ids: Sequence[str], rows: list[int], num_tokens: list[int]
     ) -> list[_Turn]:
-        """Who gets how many drafts."""
-        most = [self._most(row, count) for row, count in zip(rows, num_tokens, strict=True)]
-        lengths = most
-        if self._adapts and self._timer.wants_plain:
-            return []
-        if self._adapts:
-            rates = [self._acceptance.rate(row) for row in rows]
-            lengths = choose_depth(rates, most, len(rows), self._timer.cost, self._pass_seconds)
-        if not any(lengths):  # so that it is measured again some time
-            self._pass_seconds *= _IDLE_MEMORY
-        for row, length in zip(rows, lengths, strict=True):
-            if not length:
-                self._acceptance.forget_slowly(row)
-        wanted = zip(req_ids, rows, lengths, strict=True)
+        """Who gets how many drafts: the last one needs no slot, as it is not computed."""
+        room = [
+            min(len(self._blocks[row]) * self._limits.block_size + 1, self._limits.max_model_len)
+            - count
+            for row, count in zip(rows, num_tokens, strict=True)
+        ]
+        wanted = zip(req_ids, rows, self._depths.choose(rows, room), strict=True)
         return [_Turn(req_id, row, length, []) for req_id, row, length in wanted if length]
-
-    def _most(self, row: int, num_tokens: int) -> int:
-        """Drafts that there is room for: the last one needs no slot, as it is not computed."""
-        num_slots = len(self._blocks[row]) * self._limits.block_size
-        room = min(num_slots + 1, self._limits.max_model_len) - num_tokens
-        return max(min(self._num_drafts, room), 0)
 
     def _catch_up(self, turns: list[_Turn]) -> list[_Turn]:
         """Compute what is missing, and the first drafts; those for whom all of it was computed."""
