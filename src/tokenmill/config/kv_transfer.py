@@ -174,7 +174,7 @@ def _check_engine(args: EngineArgs, speculation: SpeculativeConfig | None, *, po
     if speculation is not None and speculation.draft is not None:
         raise ConfigError(
             f"{_NAME}: KV from outside is that of the model alone, and"
-            " speculative_config.method='draft_model' needs the draft's beside it; take"
+            f" speculative_config.method={speculation.method!r} needs the draft's beside it; take"
             " method='ngram' or 'suffix'."
         )
 

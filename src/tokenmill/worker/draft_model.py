@@ -80,8 +80,8 @@ def _group_that_keeps_all(cache: KVCacheConfig) -> int:
         if isinstance(group.spec, KVCacheSpec) and group.spec.kind is KVCacheKind.FULL:
             return index
     raise ConfigError(
-        "speculative_config.method='draft_model' needs a model with layers that keep all of a"
-        " sequence, but every layer of this one has a sliding window: take method='ngram'."
+        "speculative_config.model drafts for models with layers that keep all of a sequence, but"
+        " every layer of this one has a sliding window: take method='ngram'."
     )
 
 
