@@ -72,14 +72,14 @@ A tower makes embeddings of an image, and a decoder, one of the families above, 
 """
 
 VISION_TAIL = """
-Text alone runs as on the decoder alone, at its speed: steps are recorded, and `--quantization`, quantised checkpoints, `tokenmill quantize` and adapters change the decoder. The tower keeps the model's dtype. An image is encoded by itself, when a step first reaches it, so its embeddings depend on nothing else; the tower's matrices and attention run on the native kernels. On a GPU the tower runs in torch, which no real GPU has tried yet ([images.md](images.md#in-the-engine)). These models are not divided among ranks. Gemma 3 with its tower (`Gemma3ForConditionalGeneration`) answers texts, and refuses images: their tokens see each other in both directions, which the kernels' attention to a growing text cannot express.
+Text alone runs as on the decoder alone, at its speed: steps are recorded, and `--quantization`, quantised checkpoints, `tokenmill quantize` and adapters change the decoder. The tower keeps the model's dtype. An image is encoded by itself, when a step first reaches it, so its embeddings depend on nothing else; the tower's matrices and attention run on the native kernels. On a GPU the tower runs in torch, which no real GPU has tried yet ([images.md](images.md#in-the-engine)). These models are not divided among ranks. Where an image's tokens see each other in both directions (Gemma 3), a step has all of them ([record 34](adr/0034-images-that-see-themselves.md)).
 """
 
 
 POOLING = """
 ## Models that pool
 
-Every family above also embeds (`--runner pooling`), with its head or saved without, and scores as `...ForSequenceClassification` where transformers has that class: `tests/models/test_pooling_decoders.py` compares with it. Encoders, which attend in both directions, are made by `tests/helpers/pooling_families.py`; `tests/models/test_pooling_encoders.py` runs over them: vectors and scores within 1e-4 of transformers', and the same bits alone and in a batch. They run on a CPU. [pooling.md](pooling.md) says how to use them.
+Every family above also embeds (`--runner pooling`), with its head or saved without, and scores as `...ForSequenceClassification` where transformers has that class: `tests/models/test_pooling_decoders.py` compares with it. Encoders, which attend in both directions, are made by `tests/helpers/pooling_families.py`; `tests/models/test_pooling_encoders.py` runs over them: vectors and scores within 1e-4 of transformers', and the same bits alone and in a batch. Both run on a GPU, too (`tests/e2e/test_gpu_pooling.py`, by Triton's interpreter). [pooling.md](pooling.md) says how to use them.
 
 | family | models | embeddings | scores | weights tested | not supported |
 |---|---|---|---|---|---|

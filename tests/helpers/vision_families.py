@@ -58,12 +58,14 @@ class VisionFamily:
     preprocessor: Mapping[str, Any]
     """Its settings."""
     special_tokens: tuple[str, ...]
-    """Beyond those of the tiny tokenizer; the first is the image's."""
+    """Beyond those of the tiny tokenizer; the first is the image's, or `mark` is."""
     images: str
     """What an image becomes, in the words of the page."""
     decoders: str
     """Families that may stand beside the tower."""
     not_supported: str = ""
+    mark: str = ""
+    """What stands for an image in a prompt, where it is not the image's token."""
     aliases: tuple[str, ...] = field(default=())
     """Other architectures that are the same."""
 
@@ -319,6 +321,34 @@ VISION_FAMILIES = [
         images="as Qwen2-VL, with embeddings for the first layers of the decoder, too",
         decoders="Qwen3, with positions in three dimensions",
         not_supported="video, experts",
+    ),
+    VisionFamily(
+        name="gemma3",
+        models="Gemma 3 (4B and larger)",
+        architecture="Gemma3ForConditionalGeneration",
+        config_class="Gemma3Config",
+        tower={
+            **_TOWER,
+            "image_size": 42,
+            "model_type": "siglip_vision_model",
+            "vision_use_head": False,
+        },
+        decoder={
+            "model_type": "gemma3_text",
+            "head_dim": 64,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 7,  # less than an image
+        },
+        more={"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 9},
+        processor="gemma3.image_processing_pil_gemma3:Gemma3ImageProcessorPil",
+        preprocessor={"size": {"height": 42, "width": 42}},
+        special_tokens=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+        mark="<start_of_image>",
+        images="a square of the tower's size; one token for each square of patches, which see each"
+        " other in both directions",
+        decoders="Gemma 3",
+        not_supported="pan and scan",
     ),
 ]
 """In the order of the page; those without `models` are variants of the one above."""

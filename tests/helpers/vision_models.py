@@ -155,8 +155,11 @@ def reference_logits(name: str, ids: list[int], images: Sequence[Image.Image]) -
             if key in each[0]:
                 inputs[key] = _joined([torch.as_tensor(one[key]) for one in each])
     ids = torch.tensor([ids])
+    is_image = (ids == reference(name).config.image_token_id).int()
     if "image_grid_thw" in inputs:
-        inputs["mm_token_type_ids"] = (ids == reference(name).config.image_token_id).int()
+        inputs["mm_token_type_ids"] = is_image
+    elif family_of(name).architecture.startswith("Gemma3"):
+        inputs["token_type_ids"] = is_image
     found: torch.Tensor = reference(name)(ids, **inputs).logits[0]
     return found
 

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from helpers.models import PagedRun
-from helpers.tiny_text import write_tokenizer
-from helpers.vision_families import TEXT, VISION_FAMILIES, VisionFamily
+from helpers.vision_families import VISION_FAMILIES, VisionFamily
 from helpers.vision_models import (
     load,
     picture,
@@ -38,7 +36,7 @@ from tokenmill.config.parameters import read_parameters
 from tokenmill.config.resolve import apply_overrides
 from tokenmill.config.windows import layer_windows
 from tokenmill.contracts.request import MultiModalFeature, TensorData
-from tokenmill.errors import CheckpointError, ConfigError, InvalidRequestError
+from tokenmill.errors import CheckpointError, ConfigError
 from tokenmill.features.multimodal.processing import ProcessedImage
 from tokenmill.kernels import native
 from tokenmill.layers.kernels import layer_kernels
@@ -239,6 +237,8 @@ def edited(tmp_path: Path, name: str, **changes: object) -> Path:
         ("qwen3-vl", {"vision_config": {"num_position_embeddings": 26}}, "26 is no square"),
         ("qwen3-vl", {"text_config": {"num_hidden_layers": 1}}, "more than the decoder's 1"),
         ("smolvlm", {"scale_factor": 3}, "not a multiple of scale_factor=3"),
+        ("gemma3", {"mm_tokens_per_image": 8}, "mm_tokens_per_image=8 must be a square"),
+        ("gemma3", {"mm_tokens_per_image": 16}, "divides the tower's 6 patches an edge"),
         ("smolvlm", {"vision_config": {"num_attention_heads": 5}}, "5 heads, which do not divide"),
     ],
 )
@@ -299,40 +299,6 @@ def test_what_a_config_leaves_out_is_the_library_s_default(tmp_path: Path) -> No
     assert found["vision_config"]["image_size"] == 336
     assert found["image_token_id"] == 32000
     assert found["decoder_architecture"] == "LlamaForCausalLM"
-
-
-def test_gemma_3_with_its_tower_answers_texts(tmp_path: Path) -> None:
-    config = transformers.Gemma3Config(
-        vision_config={
-            "hidden_size": 48,
-            "intermediate_size": 56,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 3,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-        text_config={**TEXT, "head_dim": 64, "sliding_window": 20},
-        mm_tokens_per_image=4,
-    )
-    torch.manual_seed(3)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    model.save_pretrained(tmp_path)
-    write_tokenizer(tmp_path)
-    ids = [5, 17, 200, 33, 90, 41, 7] * 9
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    sizes = {"num_kv_blocks": 12, "max_model_len": 128}
-    with LLM(str(tmp_path), device="cpu", dtype="float32", **sizes) as llm:
-        assert llm.llm_engine.config.ledger.weights < 4 * sum(
-            parameter.numel() for parameter in model.model.language_model.parameters()
-        ) + (1 << 16)
-        (output,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
-        image = {"prompt": "a", "multi_modal_data": {"image": picture(9, 9)}}
-        with pytest.raises(InvalidRequestError, match="see each other in both directions"):
-            llm.generate(image, params, use_tqdm=False)
-    token_ids = output.outputs[0].token_ids
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*ids, *token_ids]])).logits[0, len(ids) - 1 : -1]
-    assert token_ids == logits.argmax(-1).tolist()
 
 
 def test_overrides_reach_the_parts() -> None:

@@ -83,6 +83,17 @@ def run(llm: LLM, family: VisionFamily) -> list[Any]:
     ]
 
 
+def image_token_id(family: VisionFamily) -> int:
+    """What stands in a prompt where an embedding of an image does."""
+    processed = processor_of(family.name).process(IMAGES[0], {})
+    return processed.token_ids[processed.embed_spans[0][0]]
+
+
+def smallest_step(family: VisionFamily) -> int:
+    """Tokens of a step for five requests."""
+    return 13 if family.name == "gemma3" else 7  # an image's 9 are not cut
+
+
 @over_families
 def test_greedy_tokens_equal_transformers(family: VisionFamily) -> None:
     """In a batch, in pieces of prompts and images, and with what is cached."""
@@ -91,7 +102,7 @@ def test_greedy_tokens_equal_transformers(family: VisionFamily) -> None:
         max_tokens=MAX_TOKENS,
         ignore_eos=True,
         logprobs=0,
-        stop_token_ids=[processor_of(family.name).mark_token_id],  # theirs must not read it
+        stop_token_ids=[image_token_id(family)],  # theirs must not read it
     )
     with engine(family, "float32", max_num_batched_tokens=48, max_num_seqs=5) as llm:
         outputs = llm.generate(prompts(family), params, use_tqdm=False)
@@ -124,7 +135,7 @@ def test_the_same_bits_however_requests_are_run(family: VisionFamily, dtype: str
     with engine(family, dtype) as llm:
         assert run(llm, family) == alone  # at once
         assert run(llm, family) == alone  # from the cache
-    with engine(family, dtype, max_num_batched_tokens=7, max_num_seqs=5) as llm:
+    with engine(family, dtype, max_num_batched_tokens=smallest_step(family), max_num_seqs=5) as llm:
         assert run(llm, family) == alone  # in pieces
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from helpers.pictures import as_file, picture
 from helpers.tiny_text import CHATML, tiny_tokenizer
 from helpers.vision_families import VISION_FAMILIES, VisionFamily
-from helpers.vision_models import saved
+from helpers.vision_models import reference_processor, saved, tokenizer_of
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.engine import build
@@ -71,6 +72,34 @@ def test_b114_every_size_is_taken_or_refused(front: InputProcessor, size: tuple[
         end = start + length
     assert 0 < end <= count
     assert all(array.flags.c_contiguous for array in processed.inputs.values())
+
+
+@pytest.mark.parametrize("text", ["a{}b", "a\n{}\n\nb {}", "{}{}", "\n\n {} \n{}\n", "<s>{}"])
+def test_line_breaks_around_images_of_gemma_3_are_tokens_of_the_text(text: str) -> None:
+    """transformers' ids of a prompt, by the same tokenizer."""
+    boi, eoi, soft = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer_of("gemma3"),
+        extra_special_tokens={"boi_token": boi, "eoi_token": eoi, "image_token": soft},
+    )
+    processor = transformers.Gemma3Processor(
+        reference_processor("gemma3"), tokenizer, image_seq_length=9
+    )
+    prompt = text.format(*[boi] * text.count("{}"))
+    images = [picture(40, 30, seed=seed) for seed in range(text.count("{}"))]
+    wanted = processor(text=prompt, images=[images])
+    given = {"prompt": prompt, "multi_modal_data": {"image": images}}
+    found = front_end("gemma3").process("id", given, SamplingParams())
+    assert found.prompt_token_ids == wanted["input_ids"][0]
+    is_image = [
+        any(
+            begin <= place < end
+            for each in found.children[0].mm_features
+            for begin, end in each.runs
+        )
+        for place in range(len(found.prompt_token_ids))
+    ]
+    assert is_image == [bool(kind) for kind in wanted["token_type_ids"][0]]
 
 
 def test_a_chat_of_strings_with_images_and_marks_of_users(front: InputProcessor) -> None:

@@ -179,8 +179,6 @@ _DEFAULT_KINDS = {
 }
 """`model_type` of both parts, where they do not say."""
 VISION_ARCHITECTURES = frozenset(_DEFAULT_KINDS)
-_TEXT_ONLY = frozenset({"Gemma3ForConditionalGeneration"})
-"""Those whose tower is left out."""
 
 _LLAVA_TOWER = {
     "hidden_size": 1024,
@@ -222,12 +220,7 @@ def is_of_tower(name: str) -> bool:
 
 
 def has_vision_tower(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model whose tower is read: one that takes images."""
-    return _is_nested(config) and config["architectures"][0] not in _TEXT_ONLY
-
-
-def _is_nested(config: Mapping[str, Any]) -> bool:
-    """Whether it is one of the models of this file."""
+    """Whether a config.json is of a model of this file: one that takes images."""
     architectures = config.get("architectures")
     return isinstance(architectures, list) and bool(
         architectures and architectures[0] in VISION_ARCHITECTURES
@@ -240,7 +233,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     To be called once, with what is in the file; others stay as they are. Raises `CheckpointError`
     for a part that is no object or of a kind that is not known.
     """
-    if not _is_nested(config):
+    if not has_vision_tower(config):
         return dict(config)
     architecture = config["architectures"][0]
     text_kind, vision_kind = _DEFAULT_KINDS[architecture]
@@ -297,15 +290,10 @@ def _rope_of_three(flat: Mapping[str, Any], *, interleaves: bool) -> dict[str, A
 
 
 def canonical_tensors(config: Mapping[str, Any], tensors: Mapping[str, T]) -> dict[str, T]:
-    """`tensors` by the names of this file, where `config` is one of its models; without those of
-    towers that are not read.
-    """
-    if not _is_nested(config):
+    """`tensors` by the names of this file, where `config` is one of its models."""
+    if not has_vision_tower(config):
         return dict(tensors)
-    renamed = {canonical_name(name): tensor for name, tensor in tensors.items()}
-    if has_vision_tower(config):
-        return renamed
-    return {name: tensor for name, tensor in renamed.items() if not is_of_tower(name)}
+    return {canonical_name(name): tensor for name, tensor in tensors.items()}
 
 
 def canonical_name(name: str) -> str:

@@ -11,11 +11,21 @@ from tokenmill.config.dtypes import DTYPE_BYTES
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EncoderConfig, MemoryLedger
 from tokenmill.config.memory import StepShape
-from tokenmill.config.parameters import ModelParameters, at_least
+from tokenmill.config.parameters import ModelParameters, at_least, positive_int
 
 KEPT_EMBEDS = {"cpu": 4_096, "cuda": 16_384}
 """Of a device, unless somebody sets another number. The largest image of the usual families has
 16,384; attention among the patches of such a one takes a CPU longer than anybody waits."""
+
+
+_RUNS_SEEN_WHOLE = {"Gemma3ForConditionalGeneration": ("mm_tokens_per_image", 256)}
+"""Architectures in which an item's tokens see all of it; the key of its length, and the default."""
+
+
+def undivided_tokens(args: EngineArgs, hf_config: Mapping[str, Any]) -> int:
+    """Tokens of an item that a step has to take together; 0 where prompts may be cut anywhere."""
+    read = _RUNS_SEEN_WHOLE.get(hf_config["architectures"][0])
+    return 0 if read is None or _takes_none(args) else positive_int(hf_config, *read)
 
 
 def resolve_encoder(
@@ -28,9 +38,7 @@ def resolve_encoder(
     """The settings for a model with a tower beside its decoder; None for others, and where images
     are switched off. Raises `ConfigError` that names the setting.
     """
-    if implementation != "tokenmill" or not has_vision_tower(hf_config):
-        return None
-    if args.limit_mm_per_prompt.get("image") == 0:
+    if implementation != "tokenmill" or not has_vision_tower(hf_config) or _takes_none(args):
         return None
     most, size = args.max_num_encoder_input_tokens, args.encoder_cache_size
     if most is None:
@@ -41,7 +49,12 @@ def resolve_encoder(
         max_num_encoder_input_tokens=at_least("max_num_encoder_input_tokens", most, 1),
         encoder_cache_size=at_least("encoder_cache_size", size, 1),
         num_levels=len(hf_config["vision_config"].get("deepstack_visual_indexes") or ()),
+        is_bidirectional=hf_config["architectures"][0] in _RUNS_SEEN_WHOLE,
     )
+
+
+def _takes_none(args: EngineArgs) -> bool:
+    return args.limit_mm_per_prompt.get("image") == 0
 
 
 def with_encoder(

@@ -143,6 +143,8 @@ class EncoderConfig:
     num_levels: int = 0
     """Layers of the decoder that an embedding has values for, besides the hidden_size of its own
     that go in front of the first."""
+    is_bidirectional: bool = False
+    """Whether tokens of an item see all of it, so that they are computed in one step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def resolve(
     check_quantized_parts(weights.quantization, parameters, parallel)
     kv_dtype = _kv_dtype(args, weights, parameters, kernels, block_size, choices)
     sizing = Sizing(weights, parameters, flops_per_second(kernels, num_threads), defaults)
-    step = step_shape(args, sizing, max_model_len, max_drafts(speculation), choices)
+    step = step_shape(args, hf_config, sizing, max_model_len, max_drafts(speculation), choices)
     speculation = resolve_draft(speculation, draft, parameters, step, dtype=dtype, kernels=kernels)
     layout = kv_layout(hf_config, parameters, implementation, step, block_size, kv_dtype)
     encoder = None if pooling else resolve_encoder(args, hf_config, implementation, device, step)

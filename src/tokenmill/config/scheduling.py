@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tokenmill.config.choices import Choices
 from tokenmill.config.device import DeviceDefaults
+from tokenmill.config.encoder import undivided_tokens
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import SchedulerConfig
 from tokenmill.config.memory import StepShape, Weights
@@ -38,16 +41,40 @@ class Sizing:
 
 
 def step_shape(
-    args: EngineArgs, sizing: Sizing, max_model_len: int, max_num_drafts: int, choices: Choices
+    args: EngineArgs,
+    hf_config: Mapping[str, Any],
+    sizing: Sizing,
+    max_model_len: int,
+    max_num_drafts: int,
+    choices: Choices,
 ) -> StepShape:
-    """The largest step."""
-    budget = _token_budget(args, sizing, choices)
-    max_num_seqs = _max_num_seqs(args, budget, sizing.defaults, choices)
+    """The largest step. It has room for an item that is not cut beside all other requests."""
+    undivided, each = undivided_tokens(args, hf_config), 1 + max_num_drafts
+    least = undivided
+    if undivided:
+        least += ((args.max_num_seqs or sizing.defaults.max_num_seqs) - 1) * each
+    budget = _token_budget(args, sizing, least, choices)
+    most = min(sizing.defaults.max_num_seqs, budget)
+    if undivided:
+        most = min(most, 1 + max(budget - undivided, 0) // each)
+    max_num_seqs = _max_num_seqs(args, most, choices)
+    _check_undivided(undivided, budget, max_num_seqs, each)
     return StepShape(max_num_seqs, budget, max_model_len, max_num_drafts)
 
 
-def _token_budget(args: EngineArgs, sizing: Sizing, choices: Choices) -> int:
-    """Tokens of a step."""
+def _check_undivided(num_tokens: int, budget: int, max_num_seqs: int, each: int) -> None:
+    needed = num_tokens + (max_num_seqs - 1) * each
+    if num_tokens and budget < needed:
+        raise ConfigError(
+            f"max_num_batched_tokens={budget} is less than {needed}: the {num_tokens} tokens of an"
+            f" image of this model are computed in one step, beside those of"
+            f" max_num_seqs={max_num_seqs} requests. Raise it to {needed}, lower max_num_seqs, or"
+            f' take no images (limit_mm_per_prompt={{"image": 0}}).'
+        )
+
+
+def _token_budget(args: EngineArgs, sizing: Sizing, least: int, choices: Choices) -> int:
+    """Tokens of a step; at least `least` if nobody has set them."""
     if args.max_num_batched_tokens is not None:
         budget = at_least("max_num_batched_tokens", args.max_num_batched_tokens, 1)
         if args.max_num_seqs is not None and budget < args.max_num_seqs:
@@ -58,9 +85,8 @@ def _token_budget(args: EngineArgs, sizing: Sizing, choices: Choices) -> int:
             )
     else:
         fitting = int(STEP_SECONDS * sizing.flops / sizing.ops_per_token) // 32 * 32
-        budget = max(
-            min(fitting, sizing.defaults.max_num_batched_tokens), MIN_BUDGET, args.max_num_seqs or 0
-        )
+        fitting = min(fitting, sizing.defaults.max_num_batched_tokens)
+        budget = max(fitting, MIN_BUDGET, args.max_num_seqs or 0, least)
         budget = choices.choose(
             "max_num_batched_tokens", budget, f"a step takes about {STEP_SECONDS * 1e3:.0f} ms"
         )
@@ -75,12 +101,10 @@ def _token_budget(args: EngineArgs, sizing: Sizing, choices: Choices) -> int:
     return budget
 
 
-def _max_num_seqs(args: EngineArgs, budget: int, defaults: DeviceDefaults, choices: Choices) -> int:
+def _max_num_seqs(args: EngineArgs, most: int, choices: Choices) -> int:
     if args.max_num_seqs is not None:
         return at_least("max_num_seqs", args.max_num_seqs, 1)
-    return choices.choose(
-        "max_num_seqs", min(defaults.max_num_seqs, budget), "each takes a token of a step"
-    )
+    return choices.choose("max_num_seqs", most, "each takes a token of a step")
 
 
 def scheduler_config(

@@ -58,6 +58,11 @@ class MultiModalFeature(msgspec.Struct, array_like=True, omit_defaults=True, fro
         return self.embed_spans or [(0, self.length)]
 
     @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The same as positions in the prompt: (begin, end)."""
+        return [(self.offset + start, self.offset + start + n) for start, n in self.spans]
+
+    @property
     def num_embeds(self) -> int:
         """Embeddings that the encoder makes of it."""
         return sum(count for _, count in self.spans)

@@ -30,7 +30,9 @@ def build_scheduler(
     encoder = None
     if config.encoder is not None:
         encoder = EncoderSchedule(
-            config.encoder.max_num_encoder_input_tokens, config.encoder.encoder_cache_size
+            config.encoder.max_num_encoder_input_tokens,
+            config.encoder.encoder_cache_size,
+            is_bidirectional=config.encoder.is_bidirectional,
         )
     scheduler = Scheduler(
         config.scheduler,

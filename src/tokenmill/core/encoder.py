@@ -28,10 +28,14 @@ class EncoderSchedule:
         max_step_embeds: most embeddings that are made in one step; an item with more is encoded in
             a step of its own, so that every item gets its turn.
         cache_size: embeddings kept at a time; 0 of an engine that takes no such requests.
+        is_bidirectional: tokens of an item see all of it: a step takes the run as a whole.
     """
 
-    def __init__(self, max_step_embeds: int = 0, cache_size: int = 0) -> None:
+    def __init__(
+        self, max_step_embeds: int = 0, cache_size: int = 0, *, is_bidirectional: bool = False
+    ) -> None:
         self.max_step_embeds = max_step_embeds
+        self._is_bidirectional = is_bidirectional
         self.cache = EncoderCache(cache_size)
         self._held: dict[str, tuple[Request, set[int]]] = {}
         """By id, the requests that hold items, and the places of these among their features."""
@@ -62,6 +66,22 @@ class EncoderSchedule:
                 )
 
     # ---- while a step is planned ----------------------------------------------------------
+
+    def whole(self, request: Request, first: int, num_tokens: int, most: int) -> int:
+        """`num_tokens` from position `first` on, or so many that no run of embeddings is cut that
+        sees itself in both directions: fewer, up to where it begins; or more, up to `most`, if it
+        is what comes first. The rest of a run whose beginning the prefix cache has is one as well.
+        """
+        if not self._is_bidirectional or first >= request.embeds_end:
+            return num_tokens
+        end = first + num_tokens
+        for feature in request.data.mm_features:
+            for begin, run_end in feature.runs:
+                if begin < end < run_end:
+                    if begin > first:
+                        return begin - first
+                    return run_end - first if run_end - first <= most else 0
+        return num_tokens
 
     def fitting(self, request: Request, first: int, num_tokens: int) -> int:
         """How many of a request's tokens from position `first` on the step takes: those before the

@@ -36,6 +36,9 @@ class Step(msgspec.Struct):
         step still takes; 0 if others leave no room.
         """
         num_tokens = self._fitting(num_computed_tokens, wanted)
+        if num_tokens:
+            most = min(wanted, self.token_budget)
+            num_tokens = self.encoder.whole(request, num_computed_tokens, num_tokens, most)
         return self.encoder.fitting(request, num_computed_tokens, num_tokens)
 
     def _fitting(self, num_computed_tokens: int, wanted: int) -> int:

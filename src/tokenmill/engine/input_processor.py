@@ -26,7 +26,6 @@ from tokenmill.engine.kv_params import take_kv_params
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
 from tokenmill.engine.token_rules import token_rules
 from tokenmill.errors import ContextLengthExceededError, InvalidRequestError, shown
-from tokenmill.features.multimodal.processing import why_no_images
 from tokenmill.parameter_checks import MAX_INTEGER, are_ids_below
 from tokenmill.pooling_params import PoolingParams
 from tokenmill.sampling_params import ALL_LOGPROBS, SamplingParams
@@ -69,7 +68,6 @@ class InputProcessor:
         self.images = images
         """What the model makes of images; None for one that takes none."""
         self._name = config.model.name
-        self._why_no_images = why_no_images(config.model.architecture)
         self._max_model_len = config.model.max_model_len
         self._vocab_size = config.model.vocab_size
         self._max_logprobs = config.max_logprobs
@@ -206,8 +204,8 @@ class InputProcessor:
     def _refuse_images(self, parsed: ParsedPrompt) -> None:
         if parsed.images:
             raise InvalidRequestError(
-                f"{self._name} takes no images here{self._why_no_images}; leave out"
-                f" multi_modal_data, or use a model that does (docs/images.md).",
+                f"{self._name} takes no images here; leave out multi_modal_data, or use a model"
+                f" that does (docs/images.md).",
                 parameter="multi_modal_data",
             )
 
@@ -219,7 +217,9 @@ class InputProcessor:
             token_ids = self._checked_ids("prompt_token_ids", parsed.token_ids)
         else:
             assert parsed.text is not None
-            token_ids = self._encode(parsed.text, params)
+            images, text = self.images, parsed.text
+            text = text if images is None else images.with_surroundings(text)
+            token_ids = self._encode(text, params)
         if not token_ids:
             raise InvalidRequestError(
                 "prompt has no tokens; give it at least one.", parameter="prompt"

@@ -9,6 +9,7 @@ from torch import nn
 
 from tokenmill.attention.backend import AttentionImpl, AttentionSpec, TakesSinks
 from tokenmill.attention.forward_context import get_attention_metadata
+from tokenmill.attention.items import ItemMetadata, attend_items
 from tokenmill.contracts.kv_cache import KVCacheKind, KVCacheSpec
 from tokenmill.layers.rope import RotaryEmbedding
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
@@ -51,6 +52,7 @@ class Attention(nn.Module):
         self.value_offset = value_offset
         self.sinks = empty_parameter(num_heads, dtype=torch.float32) if has_sinks else None
         self._impl: AttentionImpl | None = None
+        self._item_impl: AttentionImpl | None = None
         self._kv_cache: torch.Tensor | None = None
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
@@ -84,12 +86,16 @@ class Attention(nn.Module):
             stores_values=self.value_offset is None,
         )
 
-    def bind(self, impl: AttentionImpl, kv_cache: torch.Tensor) -> None:
-        """Attach the backend's implementation and this layer's cache tensor."""
+    def bind(
+        self, impl: AttentionImpl, kv_cache: torch.Tensor, item_impl: AttentionImpl | None = None
+    ) -> None:
+        """Attach the backend's implementation and this layer's cache tensor; where tokens of items
+        see each other in both directions, an implementation for that, too.
+        """
         if self.sinks is not None:
             assert isinstance(impl, TakesSinks)
             impl.sinks = self.sinks
-        self._impl = impl
+        self._impl, self._item_impl = impl, item_impl
         self._kv_cache = kv_cache
 
     @property
@@ -115,4 +121,10 @@ class Attention(nn.Module):
             raise RuntimeError(f"Attention layer {self.layer_name!r} has no KV cache: call bind.")
         metadata = get_attention_metadata(self.layer_name)
         rotation = None if self.rotary is None else self.rotary.at(positions)
-        return self._impl.forward(query, key, value, rotation, self._kv_cache, metadata)
+        step = query, key, value, rotation, self._kv_cache
+        if not isinstance(metadata, ItemMetadata):
+            return self._impl.forward(*step, metadata)
+        assert self._item_impl is not None
+        out = self._impl.forward(*step, metadata.causal)
+        attend_items(self._item_impl, *step, metadata, out)
+        return out

@@ -32,7 +32,7 @@ MODELS: dict[str, str] = {
     "DeepseekV3ForCausalLM": "deepseek:DeepseekV3ForCausalLM",
     "BambaForCausalLM": "bamba:BambaForCausalLM",
     "Mamba2ForCausalLM": "mamba2:Mamba2ForCausalLM",
-    "Gemma3ForConditionalGeneration": "gemma3:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": "gemma3_vision:Gemma3ForConditionalGeneration",
     "LlavaForConditionalGeneration": "llava:LlavaForConditionalGeneration",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenmill.attention.items import ItemRuns
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.worker.rows import RowTable
 
@@ -234,6 +235,8 @@ class BatchTensors:
     """One for each KV cache group, int64 [num_tokens]; -1 where padding writes nowhere."""
     inputs_embeds: torch.Tensor | None = None
     """[num_tokens, hidden_size], in place of `input_ids`; None where all tokens are text."""
+    item_runs: ItemRuns | None = None
+    """Tokens that see each other in both directions; None where there are none."""
 
 
 def gather_batch(plan: SchedulerOutput, table: RowTable) -> InputBatch:

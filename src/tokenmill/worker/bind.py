@@ -8,10 +8,11 @@ from collections import defaultdict
 
 import torch
 
-from tokenmill.attention.backend import AttentionSpec, CacheLimits
+from tokenmill.attention.backend import AttentionBackend, AttentionSpec, CacheLimits
 from tokenmill.attention.selection import select_backend
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheSpec, StateSpec
+from tokenmill.errors import ConfigError
 from tokenmill.kernels.state_space import StateCache
 from tokenmill.layers.state_space import state_layers
 from tokenmill.models.base import CausalLM
@@ -48,17 +49,43 @@ def bind_attention(
         for spec, names in by_spec.items():
             backend, reasons = select_backend(config.attention_backend, spec)
             logger.info("attention backend %s (%s)", backend.name, "; ".join(reasons))
+            item_specs = _item_specs(config, backend, spec)
             shape = backend.get_kv_cache_shape(spec, cache.num_blocks)
             for name in names:
                 slot = kv_group.spec.bytes_per_token, kv_group.layer_names.index(name)
                 if slot not in slots:
                     slots[slot] = _empty_cache(shape, cache.num_blocks, dtype, device)
-                layers[name].bind(backend.make_impl(spec), slots[slot].view(shape))
-            builder = backend.make_metadata_builder(spec, _limits(config, cache))
+                impls = [backend.make_impl(each) for each in (spec, *item_specs)]
+                layers[name].bind(impls[0], slots[slot].view(shape), *impls[1:])
+            builder, *item_builders = (
+                backend.make_metadata_builder(each, _limits(config, cache))
+                for each in (spec, *item_specs)
+            )
+            graphs = backend.supports_graphs
             groups.append(
-                AttentionGroup(index, tuple(names), builder, backend.supports_graphs, spec.causal)
+                AttentionGroup(index, tuple(names), builder, graphs, spec.causal, *item_builders)
             )
     return groups + bind_states(model, cache)
+
+
+def _item_specs(
+    config: EngineConfig, backend: AttentionBackend, spec: AttentionSpec
+) -> list[AttentionSpec]:
+    """What tokens of items need beside `spec`, if they see each other in both directions.
+
+    Raises `ConfigError` if the backend has not got it.
+    """
+    if config.encoder is None or not config.encoder.is_bidirectional:
+        return []
+    of_items = dataclasses.replace(spec, causal=False)
+    reasons = backend.unsupported_reasons(of_items)
+    if reasons:
+        raise ConfigError(
+            f"attention_backend={backend.name!r} cannot serve the images of this model, whose"
+            f" tokens see each other in both directions: {'; '.join(reasons)}. Choose another, or"
+            f' take no images (limit_mm_per_prompt={{"image": 0}}).'
+        )
+    return [of_items]
 
 
 def bind_states(model: CausalLM, cache: KVCacheConfig) -> list[AttentionGroup]:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenmill.attention.items import ItemRuns
 from tokenmill.contracts.plan import NewRequestData, SchedulerOutput
 from tokenmill.contracts.request import MultiModalFeature
 from tokenmill.features.multimodal.embedder import Chunk, Embedder
@@ -47,12 +48,21 @@ class RowItems:
     """The items of every row, and what a model's encoder makes of them."""
 
     def __init__(
-        self, model: CausalLM, max_num_seqs: int, max_num_batched_tokens: int, stage: Stage
+        self,
+        model: CausalLM,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        stage: Stage,
+        *,
+        is_bidirectional: bool = False,
     ) -> None:
-        """To be made before anything of the model is recorded."""
+        """To be made before anything of the model is recorded. With `is_bidirectional`, tokens of an
+        item see all of it.
+        """
         assert isinstance(model, SupportsMultiModal)
         self._model: SupportsMultiModal = model
         self._stage = stage
+        self._is_bidirectional = is_bidirectional
         self._angles = _StepAngles(model, max_num_batched_tokens)
         self.position_offsets = np.zeros(max_num_seqs, np.int64) if self._angles.has_axes else None
         """By row, what positions behind the prompt are greater by than the tokens' places; None
@@ -100,7 +110,8 @@ class RowItems:
             if items.positions is not None:
                 self._place(items.positions, chunk, tensors.positions)
         embeds = self._embedder.embed(tensors.input_ids, [chunk for _, chunk in chunks])
-        return replace(tensors, inputs_embeds=embeds)
+        runs = self._runs(batch, [chunk for _, chunk in chunks]) if self._is_bidirectional else None
+        return replace(tensors, inputs_embeds=embeds, item_runs=runs)
 
     def _enter(self, request: NewRequestData) -> _Items:
         num_tokens, offsets = request.num_prompt_tokens, self.position_offsets
@@ -126,6 +137,20 @@ class RowItems:
                 count = min(int(batch.num_scheduled_tokens[place]), items.end - first)
                 chunks.append((items, Chunk(items.features, first, count, int(starts[place]))))
         return chunks
+
+    def _runs(self, batch: InputBatch, chunks: Sequence[Chunk]) -> ItemRuns | None:
+        """Tokens of items in the step."""
+        found = [
+            (chunk.start + begin - chunk.first, end - begin, end)
+            for chunk in chunks
+            for begin, end in chunk.item_runs
+        ]
+        if not found:
+            return None
+        starts, counts, ends = np.array(found, np.int64).T
+        reqs = np.searchsorted(batch.query_start_loc, starts, "right") - 1
+        assert (ends <= batch.seq_lens[reqs]).all(), "an item was cut"
+        return ItemRuns.of(starts, counts, reqs, ends, self._stage)
 
     def _place(self, positions: IntArray, chunk: Chunk, of_step: torch.Tensor) -> None:
         """Write the chunk's positions over those of the step."""

@@ -250,7 +250,8 @@ class ModelRunner:
                 slot_mapping=tensors.slot_mappings[group.kv_group],
                 causal=group.causal,
             )
-            by_layer.update(dict.fromkeys(group.layer_names, group.builder.build(common)))
+            metadata = group.build(common, tensors.item_runs)
+            by_layer.update(dict.fromkeys(group.layer_names, metadata))
         return by_layer
 
     def _forward(

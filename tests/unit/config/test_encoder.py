@@ -14,8 +14,10 @@ from tokenmill.config.resolve import resolve
 from tokenmill.errors import ConfigError
 
 GIB = 1 << 30
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 2}
+LLAVA, GEMMA3 = "LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration"
 CONFIG = {
-    "architectures": ["LlavaForConditionalGeneration"],
+    "mm_tokens_per_image": 100,
     "vision_config": {"model_type": "clip_vision_model"},
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -33,7 +35,8 @@ def resolved(
 ) -> EngineConfig:
     gpu = Accelerator("a GPU", (9, 0), 80 * GIB, 80 * GIB) if on_gpu else None
     text_only = settings.pop("text_only", False)
-    config = CONFIG | ({"architectures": ["LlamaForCausalLM"]} if text_only else {})
+    architecture = "LlamaForCausalLM" if text_only else settings.pop("architecture", LLAVA)
+    config = CONFIG | {"architectures": [architecture]}
     return resolve(
         EngineArgs(**settings),
         path="model",
@@ -89,3 +92,43 @@ def test_a_tower_makes_steps_no_smaller() -> None:
     alone, beside = (resolved(shapes) for shapes in (DECODER, DECODER | TOWER))
     assert alone.ledger.weights < beside.ledger.weights
     assert alone.scheduler == beside.scheduler
+
+
+@pytest.mark.parametrize(
+    ("settings", "budget", "num_seqs"),
+    [
+        ({}, 100 + 127, 128),
+        ({"max_num_seqs": 4}, 103, 4),
+        ({"max_num_batched_tokens": 130}, 130, 31),
+        ({"max_num_batched_tokens": 100}, 100, 1),
+        ({"max_num_seqs": 4, "speculative_config": SPECULATION}, 100 + 3 * 3, 4),
+        ({"max_num_batched_tokens": 130, "speculative_config": SPECULATION}, 130, 11),
+        ({"max_num_batched_tokens": 30, "limit_mm_per_prompt": {"image": 0}}, 30, 30),
+    ],
+    ids=str,
+)
+def test_a_step_has_room_for_an_image_that_is_not_cut(
+    settings: dict[str, Any], budget: int, num_seqs: int
+) -> None:
+    """Beside the tokens of all other requests."""
+    slow = DECODER | {"model.layers.1.x.weight": (20_000, 100_000)}  # short steps
+    config = resolved(slow, architecture=GEMMA3, **settings)
+    assert config.scheduler.max_num_batched_tokens == budget
+    assert config.scheduler.max_num_seqs == num_seqs
+    assert config.encoder is None or config.encoder.is_bidirectional
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({"max_num_batched_tokens": 99}, 100),
+        ({"max_num_batched_tokens": 120, "max_num_seqs": 22}, 121),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_too_short_for_an_image_is_refused(
+    settings: dict[str, Any], needed: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"is less than {needed}: the 100 tokens of an image"):
+        resolved(architecture=GEMMA3, **settings)
+    assert resolved(**settings).encoder is not None

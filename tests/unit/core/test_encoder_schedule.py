@@ -29,8 +29,21 @@ ROWS = Image("rows", 8, ((0, 3), (4, 3)))
 """Its last token, and one in the middle, are no placeholders of embeddings."""
 
 
-def create(*, budget: int = 100, cache: int = 100, **kwargs: object) -> Scheduler:
-    return create_scheduler(encoder=EncoderSchedule(budget, cache), **kwargs)
+def create(
+    *, budget: int = 100, cache: int = 100, is_bidirectional: bool = False, **kwargs: object
+) -> Scheduler:
+    encoder = EncoderSchedule(budget, cache, is_bidirectional=is_bidirectional)
+    return create_scheduler(encoder=encoder, **kwargs)
+
+
+def steps_of(scheduler: Scheduler, count: int) -> list[dict[str, int]]:
+    """How many tokens each request computes, step by step."""
+    steps = []
+    for _ in range(count):
+        plan = scheduler.schedule()
+        steps.append(planned(plan))
+        settle(scheduler, plan)
+    return steps
 
 
 def ask(name: str, pieces: list[Piece], **kwargs: object) -> EngineCoreRequest:
@@ -289,3 +302,52 @@ def test_reset_with_images_under_way_starts_over():
     assert scheduler.reset_prefix_cache(reset_running_requests=True)
     check_invariants(scheduler)
     assert planned(scheduler.schedule()) == {"a": 4}
+
+
+# ---- items whose tokens see each other in both directions ---------------------------------------
+
+
+def test_a_run_that_sees_itself_is_computed_in_one_step():
+    scheduler = create(is_bidirectional=True, max_num_batched_tokens=8)
+    add(scheduler, ask("a", [*text(3), CAT, *text(4), ROWS], max_tokens=1))
+    assert steps_of(scheduler, 4) == [
+        {"a": 3},
+        {"a": 8},  # the run of 6, and 2 of the text behind it
+        {"a": 2 + 4},  # up to the second run of the rows
+        {"a": 4},
+    ]
+
+
+def test_a_run_waits_for_a_step_with_room_and_others_do_not_wait_for_it():
+    scheduler = create(is_bidirectional=True, max_num_batched_tokens=8)
+    add(scheduler, ask("first", text(12), max_tokens=3))
+    add(scheduler, ask("image", [CAT, *text(2)], max_tokens=1))
+    assert steps_of(scheduler, 3) == [{"first": 8}, {"first": 4}, {"first": 1, "image": 7}]
+    scheduler = create(is_bidirectional=True, max_num_batched_tokens=8)
+    add(scheduler, ask("image", [*text(1), CAT, *text(9)], max_tokens=1))
+    add(scheduler, ask("behind", text(3), max_tokens=2))
+    assert steps_of(scheduler, 3) == [{"image": 8}, {"image": 8}, {"behind": 3}]
+
+
+def test_a_run_is_taken_whole_where_a_prompt_s_share_of_the_step_is_less():
+    scheduler = create(is_bidirectional=True, attention_cost=0.001, shared_tokens=10)
+    add(scheduler, ask("decodes", text(2), max_tokens=9))
+    settle(scheduler, scheduler.schedule())
+    add(scheduler, ask("a", [*text(2), Image("wide", 50), *text(40)], max_tokens=1))
+    first, run, rest = (step["a"] for step in steps_of(scheduler, 3))
+    assert (first, run) == (2, 50)
+    assert rest < 40  # cut as text is
+    scheduler = create(is_bidirectional=True, long_prefill_token_threshold=4)
+    add(scheduler, ask("a", [*text(2), CAT, *text(5)], max_tokens=1))
+    assert steps_of(scheduler, 4) == [{"a": 2}, {"a": 6}, {"a": 4}, {"a": 1}]
+
+
+def test_the_rest_of_a_cached_run_is_a_run_as_well():
+    scheduler = create(is_bidirectional=True, max_num_batched_tokens=12, max_num_seqs=2)
+    pieces = [*text(2), Image("long", 8), *text(2)]  # blocks of 4: 2 + 2, 4, 2 + 2
+    add(scheduler, ask("a", pieces, max_tokens=1))
+    settle(scheduler, scheduler.schedule())
+    add(scheduler, ask("busy", text(11), max_tokens=3))
+    add(scheduler, ask("part", [*pieces[:3], 99, 98], max_tokens=1))
+    # 8 tokens are cached, 2 more are the image's: one token of the step is too few.
+    assert steps_of(scheduler, 2) == [{"busy": 11}, {"busy": 1, "part": 4}]

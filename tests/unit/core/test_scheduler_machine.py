@@ -115,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert plan.total_num_scheduled_tokens <= (
                     self.scheduler.config.max_num_batched_tokens
                 )
+                self._check_plan(plan)
                 self.executor.execute_model(plan)
                 self.in_flight.append((plan, self.executor.sample_tokens(None)))
 
@@ -172,6 +173,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, request in self.sent.items():
             self._check_outcome(request_id, request)
 
+    def _check_plan(self, plan):
+        """More than all plans have in common."""
+
     def _check_preemptions(self, before):
         """Nobody gives way while one that ranks behind it runs."""
         running = list(self.scheduler.running.values())
@@ -214,9 +218,13 @@ class ImagesMachine(SchedulerMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         caching=st.sampled_from([True, True, False]),
         windows=st.sampled_from([[None], [None, 5]]),
+        whole=st.booleans(),
     )
-    def build(self, limits, num_blocks, budget, policy, caching, windows):
-        self.encoder = EncoderSchedule(*limits)
+    def build(self, limits, num_blocks, budget, policy, caching, windows, whole):
+        self.encoder = EncoderSchedule(*limits, is_bidirectional=whole)
+        self.whole = whole
+        if whole:
+            budget = 7 + 3 * (1 + self.num_drafts)  # the largest run, beside three that decode
         super().build(num_blocks, budget, 0, policy, caching, windows, (0.0, 0))
 
     @rule(
@@ -237,6 +245,14 @@ class ImagesMachine(SchedulerMachine):
             token_ids, [], min_tokens=0, stop_token_ids=[], adapter=None, salt=None,
             mm_features=features, **kwargs,
         )  # fmt: skip
+
+    def _check_plan(self, plan):
+        """Runs that are seen whole are not cut."""
+        for request_id in plan.req_ids if self.whole else ():
+            request = self.scheduler.requests[request_id]
+            end = request.num_computed_tokens
+            runs = [run for feature in request.data.mm_features for run in feature.runs]
+            assert not any(begin < end < run_end for begin, run_end in runs)
 
 
 class DraftingMachine(SchedulerMachine):

@@ -52,12 +52,14 @@ def test_pixels_are_transformers(family: VisionFamily, size: tuple[int, int]) ->
 def test_the_image_s_token(family: VisionFamily) -> None:
     processor = processor_of(family.name)
     assert takes_images(family.architecture)
-    assert processor.mark_token_id == reference(family.name).config.image_token_id
+    image_token_id = reference(family.name).config.image_token_id
+    assert (processor.mark_token_id == image_token_id) == (not family.mark)
+    assert processor.mark_token == (family.mark or family.special_tokens[0])
     assert processor.mark_token_id == tokenizer_of(family.name).token_to_id(processor.mark_token)
     assert processor.mark_text.count(processor.mark_token) == 1
     processed = processor.process(picture(40, 30), {})
     for start, count in processed.embed_spans:
-        assert set(processed.token_ids[start : start + count]) == {processor.mark_token_id}
+        assert set(processed.token_ids[start : start + count]) == {image_token_id}
 
 
 @over_tiled
@@ -163,6 +165,19 @@ def test_what_is_refused(family: VisionFamily) -> None:
 
 def narrow_image(processor: Any) -> Any:
     return lambda: processor.process(picture(3, 700), {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": {"height": 42, "width": 40}}, "takes 42 x 42 pixels"),
+        ({"do_resize": False}, "takes 42 x 42 pixels"),
+        ({"do_pan_and_scan": True}, "do_pan_and_scan is on"),
+    ],
+)
+def test_gemma_3_takes_one_square(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        processor_of("gemma3", **settings)
 
 
 @pytest.mark.parametrize(("name", "square"), [("pixtral", 7), ("mistral3", 14)])

@@ -32,6 +32,7 @@ class Marks:
         self.check_count = images.check_count
         self._mark, self._mark_id = images.mark_token, images.mark_token_id
         self._written_out = images.mark_text
+        self._with_surroundings = images.with_surroundings
         nonce = secrets.token_hex(8)
         self._users = f"\ue0f2{nonce}u\ue0f3"
         self.image = f"\ue0f2{nonce}i\ue0f3"
@@ -62,8 +63,8 @@ class Marks:
         `InvalidRequestError` if the vocabulary cannot spell what a user has written.
         """
         is_users = [found == self._users for found in self._any.findall(rendered)]
-        text = rendered.replace(self.image, self._written_out).replace(self._users, self._mark)
-        text = text.replace(self._border, "")
+        text = self._with_surroundings(rendered.replace(self.image, self._written_out))
+        text = text.replace(self._users, self._mark).replace(self._border, "")
         token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if token_ids.count(self._mark_id) != len(is_users):
             raise _unspeakable(self._mark)

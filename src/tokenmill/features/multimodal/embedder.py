@@ -34,6 +34,19 @@ class Chunk:
             each for each in self.features if each.offset < end and self.first < each.embeds_end
         ]
 
+    @property
+    def item_runs(self) -> list[tuple[int, int]]:
+        """The positions [begin, end) in the prompt of embeddings that stand side by side, from the
+        chunk's first token on; the last may reach beyond the chunk.
+        """
+        last = self.first + self.num_tokens
+        return [
+            (max(begin, self.first), end)
+            for feature in self.reached
+            for begin, end in feature.runs
+            if begin < last and self.first < end
+        ]
+
 
 class Embedder:
     """Puts embeddings of images over those of the tokens that stand for them."""

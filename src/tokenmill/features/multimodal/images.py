@@ -24,7 +24,11 @@ from tokenmill.features.multimodal.decoding import (
 from tokenmill.features.multimodal.fetching import Fetcher, decode_data_url, read_file, read_local
 from tokenmill.features.multimodal.hashing import as_text, image_digest, typed_digest
 from tokenmill.features.multimodal.limits import PromptLimits
-from tokenmill.features.multimodal.processing import ImageProcessor, ProcessedImage
+from tokenmill.features.multimodal.processing import (
+    ImageProcessor,
+    ProcessedImage,
+    SurroundsMarks,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -82,6 +86,9 @@ class Images:
         self.mark_token_id = processor.mark_token_id
         self.mark_text = processor.mark_text
         """What stands for one in the text of a message, for templates that know no images."""
+        self._surroundings: tuple[str, str] | None = None
+        if isinstance(processor, SurroundsMarks):
+            self._surroundings = processor.text_around_mark
         self.num_queries = 0
         """Images that were looked up among those that are kept."""
         self.num_hits = 0
@@ -173,6 +180,15 @@ class Images:
                 self.num_hits += hit
             limits.take_tokens(len(prepared.token_ids))
             return prepared
+
+    def with_surroundings(self, text: str) -> str:
+        """A prompt's text, before it is tokenized, with what the family has around images around
+        each of its marks.
+        """
+        if self._surroundings is None:
+            return text
+        before, behind = self._surroundings
+        return text.replace(self.mark_token, f"{before}{self.mark_token}{behind}")
 
     def check_marks(self, token_ids: list[int], num_images: int) -> None:
         """Raise `InvalidRequestError` for a prompt with more or fewer marks than images."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tokenmill.errors import InvalidRequestError, did_you_mean, shown
 
@@ -22,17 +22,9 @@ IMAGE_PROCESSORS: dict[str, str] = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
     "Qwen3VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3ImageProcessor",
 }
 """Architecture, as a config.json names it -> module of `processors`, and what makes one there."""
-
-
-_REFUSED = {
-    "Gemma3ForConditionalGeneration": (
-        "the tokens of an image of this family see each other in both directions, which attention"
-        " to a growing text cannot express here"
-    ),
-}
-"""Architecture with a tower -> why it answers texts only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +100,19 @@ class ImageProcessor(Protocol):
         ...
 
 
+@runtime_checkable
+class SurroundsMarks(Protocol):
+    """An `ImageProcessor` of a family in whose texts something stands around each image."""
+
+    @property
+    def text_around_mark(self) -> tuple[str, str]:
+        """In front of it and behind; it is tokenized with the text that it stands in."""
+        ...
+
+
 def takes_images(architecture: str) -> bool:
     """Whether models of this architecture take images."""
     return architecture in IMAGE_PROCESSORS
-
-
-def why_no_images(architecture: str) -> str:
-    """For an architecture with a tower that is not read: the reason, behind a colon."""
-    return f": {_REFUSED[architecture]}" if architecture in _REFUSED else ""
 
 
 def make_image_processor(architecture: str, files: ProcessorFiles) -> ImageProcessor:

@@ -39,8 +39,10 @@ class TowerParts:
     def layer_norm(self, size: int, eps: float) -> LayerNorm:
         return LayerNorm(size, eps, dtype=self.dtype, kernels=self.kernels)
 
-    def rms_norm(self, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(size, eps, dtype=self.dtype, kernels=self.kernels)
+    def rms_norm(self, size: int, eps: float, *, weight_offset: float = 0.0) -> RMSNorm:
+        return RMSNorm(
+            size, eps, dtype=self.dtype, kernels=self.kernels, weight_offset=weight_offset
+        )
 
 
 class PatchAttention(nn.Module):

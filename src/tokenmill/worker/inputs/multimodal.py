@@ -20,9 +20,22 @@ from tokenmill.worker.rows import RowTable
 class MultiModalInputs(HostInputs):
     """`HostInputs` with the rows' items."""
 
-    def __init__(self, model: CausalLM, rows: RowTable, max_num_batched_tokens: int) -> None:
-        """To be made before anything of the model is recorded."""
-        self.items = RowItems(model, len(rows.num_tokens), max_num_batched_tokens, torch.from_numpy)
+    def __init__(
+        self,
+        model: CausalLM,
+        rows: RowTable,
+        max_num_batched_tokens: int,
+        *,
+        is_bidirectional: bool = False,
+    ) -> None:
+        """To be made before anything of the model is recorded; see `RowItems`."""
+        self.items = RowItems(
+            model,
+            len(rows.num_tokens),
+            max_num_batched_tokens,
+            torch.from_numpy,
+            is_bidirectional=is_bidirectional,
+        )
         super().__init__(rows, max_num_batched_tokens, self.items.position_offsets)
 
     def update(self, plan: SchedulerOutput) -> None:
@@ -49,4 +62,9 @@ def multimodal_inputs(
     if config.encoder is None:
         return None
     rows = limits.make_rows(num_kv_groups(attention_groups))
-    return MultiModalInputs(model, rows, limits.max_num_batched_tokens)
+    return MultiModalInputs(
+        model,
+        rows,
+        limits.max_num_batched_tokens,
+        is_bidirectional=config.encoder.is_bidirectional,
+    )

@@ -25,10 +25,18 @@ class MultiModalDeviceInputs(DeviceInputs):
         max_num_padded_reqs: int,
         staging: Staging,
         device: torch.device,
+        *,
+        is_bidirectional: bool = False,
     ) -> None:
-        """To be made before anything of the model is captured."""
+        """To be made before anything of the model is captured; see `RowItems`."""
         super().__init__(rows, max_num_batched_tokens, max_num_padded_reqs, staging, device)
-        self.items = RowItems(model, len(rows.num_tokens), max_num_batched_tokens, self.stage)
+        self.items = RowItems(
+            model,
+            len(rows.num_tokens),
+            max_num_batched_tokens,
+            self.stage,
+            is_bidirectional=is_bidirectional,
+        )
 
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences to the rows, here and on the device."""
