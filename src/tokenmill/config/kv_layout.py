@@ -10,6 +10,7 @@ one block a group for so many tokens, and a longer one no more of windowed group
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,14 +97,8 @@ class KVLayout:
 
     def longest_sequence(self, num_blocks: int) -> int:
         """Tokens, at most the model's length, of a sequence that has so many blocks to itself."""
-        fits, too_long = 0, self.step.max_model_len + 1
-        while fits + 1 < too_long:
-            num_tokens = (fits + too_long) // 2
-            if self.blocks_needed(num_tokens) <= num_blocks:
-                fits = num_tokens
-            else:
-                too_long = num_tokens
-        return fits
+        lengths = range(1, self.step.max_model_len + 1)
+        return bisect_right(lengths, num_blocks, key=self.blocks_needed)
 
     def capacity(self, num_blocks: int) -> int:
         """Tokens of sequences of full length that so many blocks hold at once, or, where all layers

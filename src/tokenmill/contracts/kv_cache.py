@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -155,11 +156,8 @@ class KVCacheConfig:
 
     def longest_sequence(self, max_model_len: int, max_step_tokens: int) -> int:
         """Tokens, at most `max_model_len`, of a sequence that has the whole pool to itself."""
-        fits, too_long = 0, max_model_len + 1
-        while fits + 1 < too_long:
-            num_tokens = (fits + too_long) // 2
-            if self.blocks_needed(num_tokens, max_step_tokens) <= self.num_usable_blocks:
-                fits = num_tokens
-            else:
-                too_long = num_tokens
-        return fits
+        return bisect_right(
+            range(1, max_model_len + 1),
+            self.num_usable_blocks,
+            key=lambda num_tokens: self.blocks_needed(num_tokens, max_step_tokens),
+        )

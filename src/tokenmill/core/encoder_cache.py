@@ -59,18 +59,16 @@ class EncoderCache:
 
     def add(self, content_hash: str, num_embeds: int, reference: Reference) -> bool:
         """Keep an item for a request; whether it was there. `num_available` must suffice."""
-        item = self._items.get(content_hash)
-        if item is None:
+        was_kept = content_hash in self._items
+        if not was_kept:
             self._make_room(num_embeds)
-            item = self._items[content_hash] = _Item(num_embeds)
+            self._items[content_hash] = _Item(num_embeds)
             self._new[content_hash] = None
-            was_kept = False
-        else:
-            was_kept = True
+        item = self._items[content_hash]
+        if content_hash in self._unreferenced:
+            del self._unreferenced[content_hash]
+            self._num_unreferenced -= item.num_embeds
         if not item.references:
-            if was_kept:
-                del self._unreferenced[content_hash]
-                self._num_unreferenced -= item.num_embeds
             self._num_referenced += item.num_embeds
         item.references[reference] = None
         return was_kept

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -86,21 +86,6 @@ class _Visit:
     """Whether it is another request's load, behind which there may be something left to load."""
 
 
-@dataclass(slots=True)
-class _Counts:
-    queries: int = 0
-    hits: int = 0
-
-
-@dataclass(slots=True)
-class _Jobs:
-    loads: dict[int, _Load] = field(default_factory=dict)
-    unfenced: list[int] = field(default_factory=list)
-    """Loads that wait for steps in flight."""
-    holds: dict[int, HeldBlocks] = field(default_factory=dict)
-    """Of finished requests, for other engines."""
-
-
 class KVTransfers:
     """Jobs between the pool and a `KVTransfer`.
 
@@ -120,14 +105,19 @@ class KVTransfers:
         self._block_size = manager.block_size
         self._transfer = transfer
         self._visits: dict[str, _Visit] = {}
-        self._jobs = _Jobs()
+        self._loads: dict[int, _Load] = {}
+        self._unfenced: list[int] = []
+        """Loads that wait for steps in flight."""
         self._loading: dict[BlockKey, int] = {}
-        """Jobs by what they load."""
+        """Loads by their blocks."""
+        self._holds: dict[int, HeldBlocks] = {}
+        """Blocks of finished requests, for other engines."""
         self._next_job_id = 0
         self._saves = Saves(pools, transfer, self._new_id)
         self._num_submitted = self._num_settled = 0
         self._failures: list[tuple[str, str]] = []
-        self._counts = _Counts()
+        self._num_queried = self._num_hits = 0
+        """Tokens looked up outside, and those of them that were loaded."""
         self._is_closed = False
 
     # ---- requests that wait ---------------------------------------------------------------
@@ -138,13 +128,13 @@ class KVTransfers:
     def wait_reason(self, request: Request) -> str | None:
         """Looks outside once in each of the request's stays among those that wait."""
         visit = self._visits.get(request.request_id)
-        if visit is not None and visit.job_id in self._jobs.loads:
+        if visit is not None and visit.job_id in self._loads:
             return WAIT_REASON
         if visit is None or visit.looks_again or visit.number != request.num_preemptions:
             if not self._kv.has_room_for(request):
                 return None  # nor can it start; it is looked for when there is room
             visit = self._visits[request.request_id] = self._begin_load(request)
-        return WAIT_REASON if visit.job_id in self._jobs.loads else None
+        return WAIT_REASON if visit.job_id in self._loads else None
 
     def _begin_load(self, request: Request) -> _Visit:
         """Take blocks for what is found outside, unless another request has it loaded already."""
@@ -160,7 +150,7 @@ class KVTransfers:
         if end <= computed.num_blocks:
             if origin is not None:
                 self._transfer.release(origin)
-            self._counts.queries += num_queried
+            self._num_queried += num_queried
             return visit
         wanted = [
             (group, position, group.cached_block(request, position))
@@ -173,7 +163,7 @@ class KVTransfers:
         if visit.job_id is not None:
             visit.looks_again = True
         else:
-            self._counts.queries += num_queried
+            self._num_queried += num_queried
             gained = range(computed.num_blocks, end)
             visit.job_id = self._take_blocks(request, wanted, gained, origin)
         return visit
@@ -199,8 +189,8 @@ class KVTransfers:
                 places.append(_Place(group, position, block, self._key(request, group, position)))
         job_id = self._new_id()
         self._loading.update((place.key, job_id) for place in places)
-        self._jobs.loads[job_id] = _Load(held, request, places, gained, origin, self._num_submitted)
-        self._jobs.unfenced.append(job_id)
+        self._loads[job_id] = _Load(held, request, places, gained, origin, self._num_submitted)
+        self._unfenced.append(job_id)
         return job_id
 
     def _key(self, request: Request, group: FullAttentionGroup, position: int) -> BlockKey:
@@ -266,14 +256,14 @@ class KVTransfers:
                     key = self._key(request, group, position)
                     copies.append(BlockCopy(key, group.index, block.block_id))
         job_id = self._new_id()
-        self._jobs.holds[job_id] = HeldBlocks(held)
+        self._holds[job_id] = HeldBlocks(held)
         params = self._transfer.hold(job_id, request.request_id, copies)
         ids = [[block.block_id for block in blocks] for blocks in prefix]
         return {**params, "remote_block_ids": ids if len(ids) > 1 else ids[0]}
 
     def _may_hold(self, group: FullAttentionGroup, blocks: Sequence[KVCacheBlock]) -> bool:
         """Whether enough of the pool is left for requests if these blocks are held as well."""
-        held = chain.from_iterable(job.held for job in self._jobs.holds.values())
+        held = chain.from_iterable(job.held for job in self._holds.values())
         num_held = sum(pool is group.pool for pool, _ in held)
         return num_held + len(blocks) <= _MOST_HELD * group.pool.num_usable_blocks
 
@@ -281,14 +271,13 @@ class KVTransfers:
 
     @property
     def is_busy(self) -> bool:
-        jobs = self._jobs
         return bool(
-            jobs.loads or self._saves.is_busy or self._failures or self._transfer.has_finished()
+            self._loads or self._saves.is_busy or self._failures or self._transfer.has_finished()
         )
 
     @property
     def holds_blocks(self) -> bool:
-        return bool(self._jobs.holds)
+        return bool(self._holds)
 
     def step_submitted(self) -> None:
         self._num_submitted += 1
@@ -300,22 +289,22 @@ class KVTransfers:
         if self._transfer.has_finished():
             for done in self._transfer.take_finished():
                 self._settle(done)
-        if self._jobs.unfenced:
+        if self._unfenced:
             self._start_loads()
         self._saves.begin()
 
     def _start_loads(self) -> None:
         """Begin those whose blocks no step in flight can still write to."""
-        ready = [i for i in self._jobs.unfenced if self._jobs.loads[i].fence <= self._num_settled]
+        ready = [i for i in self._unfenced if self._loads[i].fence <= self._num_settled]
         for job_id in ready:
-            self._jobs.unfenced.remove(job_id)
-            load = self._jobs.loads[job_id]
+            self._unfenced.remove(job_id)
+            load = self._loads[job_id]
             self._transfer.load(job_id, [place.copy for place in load.places], load.origin)
 
     def _settle(self, done: Transferred) -> None:
-        if (load := self._jobs.loads.pop(done.job_id, None)) is not None:
+        if (load := self._loads.pop(done.job_id, None)) is not None:
             self._settle_load(load, done)
-        elif (hold := self._jobs.holds.pop(done.job_id, None)) is not None:
+        elif (hold := self._holds.pop(done.job_id, None)) is not None:
             hold.free()
         else:
             self._saves.settle(done)
@@ -333,7 +322,7 @@ class KVTransfers:
             else:
                 end = min(end, place.position)
         num_tokens = max(end - load.blocks.start, 0) * self._block_size
-        self._counts.hits += num_tokens
+        self._num_hits += num_tokens
         if request.first_scheduled_time is None:  # as the hits in the pool are counted
             request.num_external_tokens = num_tokens
         load.free()
@@ -344,8 +333,7 @@ class KVTransfers:
             )
 
     def wait(self) -> None:
-        jobs = self._jobs
-        if jobs.loads or jobs.holds or self._saves.is_busy:
+        if self._loads or self._holds or self._saves.is_busy:
             self._transfer.wait(_WAIT_SECONDS)
 
     def take_failures(self) -> list[tuple[str, str]]:
@@ -353,8 +341,7 @@ class KVTransfers:
         return failures
 
     def tables(self, pool: BlockPool) -> Iterable[Sequence[KVCacheBlock]]:
-        jobs = self._jobs
-        for job in chain(jobs.loads.values(), jobs.holds.values(), self._saves.jobs.values()):
+        for job in chain(self._loads.values(), self._holds.values(), self._saves.jobs.values()):
             yield [block for owner, block in job.held if owner is pool]
 
     def flush(self, seconds: float) -> None:
@@ -366,8 +353,8 @@ class KVTransfers:
 
     def counts(self) -> dict[str, Any]:
         return {
-            "external_prefix_cache_queries": self._counts.queries,
-            "external_prefix_cache_hits": self._counts.hits,
+            "external_prefix_cache_queries": self._num_queried,
+            "external_prefix_cache_hits": self._num_hits,
         }
 
     def shutdown(self) -> None:
