@@ -211,11 +211,3 @@ def test_a_directory_of_sentence_transformers() -> None:
     )
     with pytest.raises(CheckpointError, match="pools by max_tokens, which is not supported"):
         open_pooling(save(model, pooling="max_tokens"))
-
-
-def test_a_gpu_is_not_taken_for_pooling() -> None:
-    path = encoder("BertModel")[1]
-    with pytest.raises(ConfigError, match=r"device='cuda' cannot run pooling models yet"):
-        open_pooling(path, device="cuda")
-    with open_pooling(path, device="auto") as llm:
-        assert llm.llm_engine.config.device == "cpu"

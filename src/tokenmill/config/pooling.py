@@ -208,13 +208,11 @@ def _settings(
     A prefix from the cache brings no hidden states, so only the last token's may do with it. An
     encoder's token sees the whole prompt, which is therefore computed in one step.
     """
-    if args.device == "cuda":
-        raise ConfigError("device='cuda' cannot run pooling models yet; use device='cpu'.")
     if args.kv_cache_dtype == "int8":
         raise ConfigError(
             "kv_cache_dtype='int8' is for models that generate; use kv_cache_dtype='auto'."
         )
-    changes: dict[str, Any] = {"runner": "pooling", "device": "cpu", "async_scheduling": False}
+    changes: dict[str, Any] = {"runner": "pooling", "async_scheduling": False}
     if not pooling.is_causal:
         changes["enable_chunked_prefill"] = False
     if not pooling.is_causal or pooling.pooling_type != "last":

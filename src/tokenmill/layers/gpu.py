@@ -181,6 +181,11 @@ class GpuKernels(TorchRows):
             assert isinstance(out, torch.Tensor)
             activation(x, gate, out)
 
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(x.shape)
+        activation(x.view(-1, x.shape[-1]), "gelu", out.view(-1, x.shape[-1]))
+        return out
+
     def runs_own(self, num_rows: int, dtype: torch.dtype) -> bool:
         """Whether a product of so many rows runs on a kernel of ours where torch has one, too."""
         is_faster = num_rows <= self.most_own_rows and dtype != torch.float32

@@ -108,6 +108,10 @@ class LayerKernels(Protocol):
         """Put the activation of x [N, size] into `out`."""
         ...
 
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute x * normal_cdf(x), of any shape, in float32, rounded once to x's dtype."""
+        ...
+
     def add_rows(self, x: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Add table[rows] to x [N, size]: float32.
 

@@ -14,6 +14,7 @@ from tokenmill.kernels import arena, fused
 from tokenmill.kernels.activation import Gate
 from tokenmill.kernels.experts import Routing, route
 from tokenmill.kernels.float8_rows import Float8Rows
+from tokenmill.kernels.gelu import gelu
 from tokenmill.kernels.gemm import (
     BLOCK_VALUES,
     GROUP_SIZE,
@@ -223,6 +224,9 @@ class NativeKernels:
     def activation(self, x: torch.Tensor, gate: Gate, out: Activations) -> None:
         assert not isinstance(out, Float8Rows)
         fused.activation(x, gate, out)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu(x)
 
     def add_rows(self, x: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         out = arena.empty(*x.shape, dtype=torch.float32)

@@ -8,6 +8,7 @@ import torch
 
 from tokenmill.attention.backend import AttentionMetadataBuilder
 from tokenmill.kernels.activation import Gate, activation
+from tokenmill.kernels.gelu import gelu
 from tokenmill.kernels.norm import layer_norm
 from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpaceWeights
 from tokenmill.layers.linear_method import Activations, LinearMethod
@@ -45,6 +46,9 @@ class TorchRows:
     def activation(self, x: torch.Tensor, gate: Gate, out: Activations) -> None:
         assert isinstance(out, torch.Tensor)
         out.copy_(activation(x, gate))
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return gelu(x)
 
     def add_rows(self, x: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x + table[rows]

@@ -22,6 +22,7 @@ from torch.nn import functional
 from tokenmill.config.parameters import ModelParameters, positive_int, read_parameters
 from tokenmill.config.pooling import num_labels, position_offset
 from tokenmill.errors import ConfigError, shown
+from tokenmill.kernels.gelu import gelu
 from tokenmill.layers.activations import Activation, read_activation
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.embedding import EmbeddingTable, VocabEmbedding
@@ -183,7 +184,8 @@ class BertIntermediate(nn.Module):
         super().__init__()
         sizes = parts.config.sizes
         self.dense = parts.linear(sizes.hidden_size, sizes.intermediate_size)
-        self.activation = parts.config.activation
+        activation = parts.config.activation
+        self.activation = parts.kernels.gelu if activation is gelu else activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.activation(self.dense(x))

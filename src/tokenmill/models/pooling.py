@@ -61,7 +61,8 @@ class DenseHead(nn.Module):
 def add_head(model: nn.Module, hidden_size: int, num_labels: int) -> None:
     """Give a model the head for classes that its checkpoint has, if it has none of its own."""
     if num_labels and not isinstance(model, Classifier):
-        model.add_module(SCORE, DenseHead(hidden_size, num_labels, bias=False))
+        with next(model.parameters()).device:
+            model.add_module(SCORE, DenseHead(hidden_size, num_labels, bias=False))
 
 
 def classify(model: object, pooled: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,8 @@ from tokenmill.worker.inputs.staging import Results, Staging
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
+from tokenmill.worker.pooling.pooler import Pooler
+from tokenmill.worker.pooling.runner import EncoderRunner, PoolingRunner
 from tokenmill.worker.results import finish_later
 from tokenmill.worker.row_params import build_row_params
 from tokenmill.worker.rows import RowTable
@@ -143,7 +145,9 @@ def _draft_runner(
 
 def _capture(config: EngineConfig, runner: ModelRunner) -> None:
     """Capture a runner's steps, unless that is off, and compile whatever else they need."""
-    if config.graphs != "off" and _can_be_captured(runner):
+    pooling = config.model.pooling
+    is_decoder = pooling is None or pooling.is_causal  # encoders take types beside ids
+    if config.graphs != "off" and is_decoder and _can_be_captured(runner):
         record = CudaGraphRecorder(
             GraphSizes.default(
                 config.scheduler.max_num_seqs,
@@ -183,17 +187,23 @@ def make_gpu_runner(
         inputs = MultiModalDeviceInputs(
             model, rows, *sizes, staging, device, is_bidirectional=config.encoder.is_bidirectional
         )
+    limits = RunnerLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=scheduler.max_model_len,
+        block_size=cache.block_size,
+        vocab_size=config.model.vocab_size,
+        logits_slab=LOGITS_SLAB,
+    )
+    pooling = config.model.pooling
+    if pooling is not None:
+        kind = PoolingRunner if pooling.is_causal else EncoderRunner
+        pooler = Pooler(pooling, model)
+        return kind(model, groups, limits, pooler, inputs=inputs, adapters=adapters)
     return ModelRunner(
         model,
         groups,
-        RunnerLimits(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=scheduler.max_model_len,
-            block_size=cache.block_size,
-            vocab_size=config.model.vocab_size,
-            logits_slab=LOGITS_SLAB,
-        ),
+        limits,
         inputs=inputs,
         sampler=GpuSampler(
             staging.stage,

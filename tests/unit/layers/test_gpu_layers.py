@@ -158,6 +158,15 @@ def test_a_gated_block(dtype: torch.dtype, exact: bool) -> None:
     torch.testing.assert_close(ours(x), plain(x), rtol=2**-6, atol=2**-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gelu(dtype: torch.dtype) -> None:
+    x = activations(5, 90, dtype) * 3
+    found, wanted = kernels().gelu(x), PlainKernels(DEVICE).gelu(x)
+    assert found.dtype == dtype
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(found, wanted, rtol=rounding, atol=1e-6)
+
+
 def test_room_for_activations() -> None:
     room = kernels().empty(3, 5, torch.float16)
     assert room.shape == (3, 5)

@@ -5,7 +5,7 @@ Every request is computed by itself, so that its bits do not depend on the other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -39,6 +39,15 @@ class Pooler:
         if request.use_activation:
             rows = _ACTIVATIONS[self._config.activation](rows)
         return rows if hidden.ndim == 2 else rows[0]
+
+
+def to_host(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results where the front end reads them: of a GPU in one copy, so it is awaited once."""
+    if not results:
+        return []
+    sizes = [result.numel() for result in results]
+    parts = torch.split(torch.cat([result.flatten() for result in results]).cpu(), sizes)
+    return [part.view(result.shape) for part, result in zip(parts, results, strict=True)]
 
 
 def as_data(result: torch.Tensor) -> TensorData:

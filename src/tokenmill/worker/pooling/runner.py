@@ -21,12 +21,13 @@ from tokenmill.contracts.seams import StepFuture
 from tokenmill.models.base import CausalLM
 from tokenmill.models.pooling import Encoder
 from tokenmill.worker.adapters import RowAdapters
-from tokenmill.worker.batch import BatchTensors, InputBatch
+from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch
+from tokenmill.worker.graphs.forward import DirectForward
 from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.inputs.protocol import StepInputs
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import AttentionMetadataByLayer, ModelRunner
-from tokenmill.worker.pooling.pooler import Pooler, as_data
+from tokenmill.worker.pooling.pooler import Pooler, as_data, to_host
 from tokenmill.worker.pooling.states import PoolState
 
 NOT_FINITE = (
@@ -104,6 +105,16 @@ class PoolingRunner(ModelRunner):
             errors=step.errors,
         )
 
+    @torch.inference_mode()
+    def run_blank(self, shape: BatchShape) -> None:
+        """As of every model, without logits."""
+        self._blank_hidden_states(*self._blank_step(shape))
+
+    def _blank_hidden_states(
+        self, tensors: BatchTensors, attn_metadata: AttentionMetadataByLayer
+    ) -> torch.Tensor:
+        return DirectForward(self._model).run(tensors, attn_metadata)
+
     def _hidden_states(
         self, batch: InputBatch, tensors: BatchTensors, attn_metadata: AttentionMetadataByLayer
     ) -> torch.Tensor:
@@ -115,35 +126,49 @@ class PoolingRunner(ModelRunner):
     ) -> PooledStep:
         starts, rows = batch.query_start_loc.tolist(), batch.rows.tolist()
         is_complete = (batch.seq_lens == self._rows.num_prompt_tokens[batch.rows]).tolist()
-        states, pooled, errors = [], {}, {}
+        states, results = [], {}
         for place, row in enumerate(rows):
             part = hidden_states[starts[place] : starts[place + 1]]
             states.append(self._states[row].add(part))
             if is_complete[place]:
-                result = self._pooler.finish(self._requests[row], states[-1])
-                if torch.isfinite(result).all():
-                    pooled[batch.req_ids[place]] = as_data(result)
-                else:
-                    errors[batch.req_ids[place]] = NOT_FINITE
+                req_id = batch.req_ids[place]
+                results[req_id] = self._pooler.finish(self._requests[row], states[-1])
+        pooled, errors = {}, {}
+        for req_id, result in zip(results, to_host(list(results.values())), strict=True):
+            if torch.isfinite(result).all():
+                pooled[req_id] = as_data(result)
+            else:
+                errors[req_id] = NOT_FINITE
         return PooledStep(plan.step_id, batch, states, pooled, errors)
 
 
 class EncoderRunner(PoolingRunner):
     """Runs the steps of an encoder: prompts as a whole, pairs of texts with their types."""
 
+    def _blank_hidden_states(
+        self, tensors: BatchTensors, attn_metadata: AttentionMetadataByLayer
+    ) -> torch.Tensor:
+        return self._encode(tensors, attn_metadata, torch.zeros_like(tensors.positions))
+
     def _hidden_states(
         self, batch: InputBatch, tensors: BatchTensors, attn_metadata: AttentionMetadataByLayer
+    ) -> torch.Tensor:
+        return self._encode(tensors, attn_metadata, self._token_types(batch, tensors))
+
+    def _encode(
+        self,
+        tensors: BatchTensors,
+        attn_metadata: AttentionMetadataByLayer,
+        token_types: torch.Tensor,
     ) -> torch.Tensor:
         model = self._model
         assert isinstance(model, Encoder)
         with set_forward_context(attn_metadata):
-            return model.encode(
-                tensors.input_ids, tensors.positions, self._token_types(batch, tensors)
-            )
+            return model.encode(tensors.input_ids, tensors.positions, token_types)
 
     def _token_types(self, batch: InputBatch, tensors: BatchTensors) -> torch.Tensor:
         """int64 [num_tokens]: 1 for tokens of a pair's second text, 0 for all others."""
         seconds = (self._requests[row].second_text_start for row in batch.rows.tolist())
-        starts = torch.tensor([_NO_SECOND_TEXT if each is None else each for each in seconds])
-        counts = torch.from_numpy(batch.num_scheduled_tokens)
-        return (tensors.positions >= starts.repeat_interleave(counts)).long()
+        starts = np.array([_NO_SECOND_TEXT if each is None else each for each in seconds], np.int64)
+        starts = starts.repeat(batch.num_scheduled_tokens)
+        return (tensors.positions >= self._inputs.stage(starts)).long()
