@@ -42,6 +42,11 @@ from tokenmill.worker.inputs.staging import Staging
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.worker import Worker
 
+if os.environ["TRITON_INTERPRET"] == "1":
+    from helpers.triton_interpreter import adapt_interpreter
+
+    adapt_interpreter()
+
 GIB = 1 << 30
 MACHINE = Machine(
     num_cpus=1,

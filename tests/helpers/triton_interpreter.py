@@ -6,6 +6,10 @@ float8 reaches the next power of two: 1.99 becomes 1.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +27,35 @@ _TORCH_DTYPES = {
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def round_like_a_gpu() -> None:
-    """Let conversions round to nearest, ties to even; float8 saturates. Once per process."""
+@functools.cache
+def adapt_interpreter() -> None:
+    """Change this process's interpreter in all the ways below, once."""
+    _round_like_a_gpu()
+    _patch_the_language_once()
+    _know_types()
+    _loop_over_scalars()
+    _check_overflow(False)
+
+
+@contextmanager
+def overflow_is_an_error() -> Iterator[None]:
+    """Check every sum, difference and product of integers: a third of the time, which the tests of
+    the kernels take and those of whole engines, on the same kernels, do without.
+    """
+    _check_overflow(True)
+    try:
+        yield
+    finally:
+        _check_overflow(False)
+
+
+def _check_overflow(wanted: bool) -> None:
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=wanted)
+
+
+def _round_like_a_gpu() -> None:
+    """Let conversions round to nearest, ties to even; float8 saturates."""
     given = interpreter._convert_float
 
     def convert(data: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
@@ -44,8 +75,8 @@ def round_like_a_gpu() -> None:
     interpreter._convert_float = convert
 
 
-def patch_the_language_once() -> None:
-    """Let a kernel's calls of other functions cost less. Once per process.
+def _patch_the_language_once() -> None:
+    """Let a kernel's calls of other functions cost less.
 
     By itself the interpreter goes through all names of the language at every such call, to replace
     what the kernel's launch has replaced already.
@@ -63,7 +94,21 @@ def patch_the_language_once() -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
-def loop_over_scalars() -> None:
+def _know_types() -> None:
+    """Look up numpy's types by name; by itself the interpreter makes a table of them each time."""
+    given = interpreter._get_np_dtype
+    known: dict[str, np.dtype] = {}
+
+    def numpy_dtype(dtype: Any) -> np.dtype:
+        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if element.name not in known:
+            known[element.name] = given(element)
+        return known[element.name]
+
+    interpreter._get_np_dtype = numpy_dtype
+
+
+def _loop_over_scalars() -> None:
     """Let `range(n)` take a kernel's argument: Triton 3.6 relies on what numpy 2.4 refuses."""
     given = interpreter._patch_lang_tensor
 

@@ -5,31 +5,27 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-if os.environ["TRITON_INTERPRET"] == "1":
-    from helpers.triton_interpreter import (
-        loop_over_scalars,
-        patch_the_language_once,
-        round_like_a_gpu,
-    )
+IS_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+if IS_INTERPRETED:
+    from helpers.triton_interpreter import adapt_interpreter, overflow_is_an_error
 
-    round_like_a_gpu()
-    loop_over_scalars()
-    patch_the_language_once()
+    adapt_interpreter()
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    return "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
+    return "cpu" if IS_INTERPRETED else "cuda"
 
 
 @pytest.fixture(autouse=True)
-def _interpreter_warnings() -> Iterator[None]:
+def _interpreter_settings() -> Iterator[None]:
     """Integers of a hash wrap; numpy, which the interpreter computes with, warns of that."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), overflow_is_an_error() if IS_INTERPRETED else nullcontext():
         warnings.filterwarnings("ignore", message="overflow encountered")
         torch.manual_seed(0)
         yield

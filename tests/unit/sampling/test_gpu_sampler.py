@@ -15,7 +15,7 @@ import torch
 
 from helpers.asked import EDITS, OTHER_MARKS
 from helpers.sampling import edited, filtered, metadata_of, new_request
-from helpers.triton_interpreter import loop_over_scalars, patch_the_language_once
+from helpers.triton_interpreter import adapt_interpreter
 from tokenmill.kernels.gpu import sampling
 from tokenmill.sampling.choosers import TorchChooser
 from tokenmill.sampling.gpu import GpuSampler
@@ -27,8 +27,7 @@ from tokenmill.worker.inputs.staging import NUM_BUFFERS, Results, Staging
 IS_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 if IS_INTERPRETED:
-    loop_over_scalars()
-    patch_the_language_once()
+    adapt_interpreter()
 
 
 class CountedStaging:
