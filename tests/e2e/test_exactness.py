@@ -27,7 +27,7 @@ PROMPTS = [
 
 def requests() -> tuple[list[str], list[SamplingParams]]:
     """Prompts and their parameters, greedy and random in turn, half of them with penalties."""
-    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 3}
+    common: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "logprobs": 3}
     choices: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.9, "top_p": 0.95, "top_k": 50},

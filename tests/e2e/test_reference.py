@@ -21,24 +21,28 @@ def llm():
         yield llm
 
 
-def reference_logits(output: RequestOutput) -> torch.Tensor:
-    """float32 [num_tokens - 1, vocab_size]: row i predicts token i + 1 of prompt and output."""
+def reference_logits(output: RequestOutput, last: int = 0) -> torch.Tensor:
+    """float32 [num_tokens - 1, vocab_size]: row i predicts token i + 1 of prompt and output; only
+    the `last` rows, if that is not 0.
+    """
     ids = output.prompt_token_ids + output.outputs[0].token_ids
     with torch.inference_mode():
-        return reference_model()(torch.tensor([ids[:-1]])).logits[0]
+        return reference_model()(torch.tensor([ids[:-1]]), logits_to_keep=last).logits[0]
 
 
-def test_greedy_ids_and_logprobs_equal_transformers(llm: LLM) -> None:
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_greedy_ids_and_logprobs_equal_transformers(llm: LLM, every: int) -> None:
+    """Prompts of all kinds and lengths: all of them, or one in `every`."""
+    prompts = varied_prompts()[::every]
     outputs = llm.generate(
-        varied_prompts(),
+        prompts,
         SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2),
     )
     compared = 0
     for output in outputs:
         sequence = output.outputs[0]
         assert len(sequence.token_ids) == 64
-        first = len(output.prompt_token_ids) - 1
-        logits = reference_logits(output)[first:]
+        logits = reference_logits(output, last=64)
         logprobs = torch.log_softmax(logits, -1)
         for row, logprob, token_id, position in zip(
             logits, logprobs, sequence.token_ids, sequence.logprobs, strict=True
@@ -49,7 +53,7 @@ def test_greedy_ids_and_logprobs_equal_transformers(llm: LLM) -> None:
                 break
             assert abs(position[token_id].logprob - float(logprob[token_id])) < 1e-3
             compared += 1
-    assert compared > 50 * 64 * 0.98
+    assert compared > len(prompts) * 64 * 0.98
 
 
 def test_prompt_logprobs_equal_transformers(llm: LLM) -> None:
