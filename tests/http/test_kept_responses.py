@@ -11,17 +11,11 @@ import pytest
 from helpers.fake_engine import FakeEngine, Script, tiny_tokenizer
 from helpers.live_server import LiveServer
 from helpers.responses import NOW, ask, events_of, post, response_of, shown
-from helpers.tool_chats import BOTH, ONE, serving
+from helpers.tool_chats import BOTH, ONE
 from tokenmill.config.serve_args import ServeArgs
 from tokenmill.contracts.request import FinishReason
 from tokenmill.entrypoints.http.state import make_state
 from tokenmill.errors import ConfigError
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving(engine={"reasoning_parser": "qwen3"}) as server:
-        yield server
 
 
 def path_of(response, more=""):

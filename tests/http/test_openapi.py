@@ -80,7 +80,7 @@ def test_b015_b065_generated_requests_never_break_the_server(server):
     found = [each for each in operations(server) if each.path not in POOLING]
     assert len(found) == 24
     for operation in found:
-        num_examples = 15 if operation.body else 3
+        num_examples = 6 if operation.body else 3
         check(operation, GenerationMode.POSITIVE, num_examples)
         if operation.body:
             check(operation, GenerationMode.NEGATIVE, num_examples)
