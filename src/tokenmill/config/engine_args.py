@@ -7,9 +7,9 @@ it is the help text. None means "choose for me" (`resolve.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
-from tokenmill.config.argument_types import of_type
+from tokenmill.config.argument_types import convert_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +195,10 @@ class EngineArgs:
     again after they were evicted, and after a restart. Engines may share it."""
     kv_offload_gb: float | None = None
     """GiB that the directory may hold; 10 by default."""
+    enable_sleep_mode: bool = False
+    """Let the engine give its memory back while nobody needs it (see docs/operations.md)."""
     skip_tokenizer_init: bool = False
     """Work with token ids only; text goes neither in nor out."""
 
     def __post_init__(self) -> None:
-        for name, annotation in get_type_hints(EngineArgs).items():
-            object.__setattr__(self, name, of_type(name, getattr(self, name), annotation))
+        convert_fields(self)

@@ -228,6 +228,8 @@ class EngineConfig:
     """None keeps KV in the pool only."""
     kv_events: KVEventsConfig | None = None
     """None tells nobody of cached blocks."""
+    enable_sleep_mode: bool = False
+    """Whether memory may be given back while the engine lives."""
     data_parallel_size: int = 1
     """Replicas; all other numbers are those of one."""
     reasons: tuple[Reason, ...] = ()

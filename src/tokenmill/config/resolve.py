@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenmill.checkpoint.nested_config import with_overridden_parts
+from tokenmill.config.argument_types import at_least, one_of
 from tokenmill.config.choices import Choices
 from tokenmill.config.device import (
     DEFAULTS,
@@ -21,6 +22,7 @@ from tokenmill.config.device import (
     choose_kernels,
     flops_per_second,
 )
+from tokenmill.config.draft_head import check_target
 from tokenmill.config.draft_model import DraftFiles, beside_draft, resolve_draft, with_draft
 from tokenmill.config.dtypes import canonical_dtype
 from tokenmill.config.encoder import resolve_encoder, with_encoder
@@ -42,11 +44,13 @@ from tokenmill.config.lora import resolve_lora
 from tokenmill.config.machine import Machine
 from tokenmill.config.memory import Weights, empty_ledger
 from tokenmill.config.multimodal import resolve_multimodal
-from tokenmill.config.parameters import ModelParameters, at_least, one_of, read_parameters
+from tokenmill.config.parallel import ParallelConfig
+from tokenmill.config.parameters import ModelParameters, read_parameters
 from tokenmill.config.pooling import resolve_pooling
 from tokenmill.config.quantization import held_weights
 from tokenmill.config.ranks import check_quantized_parts, rank_share, resolve_parallel
 from tokenmill.config.scheduling import Sizing, scheduler_config, step_shape
+from tokenmill.config.sleep import resolve_sleep_mode
 from tokenmill.config.speculation import SpeculativeConfig, max_drafts, resolve_speculation
 from tokenmill.config.structured_outputs import read_structured_outputs_config
 from tokenmill.errors import ConfigError
@@ -118,14 +122,15 @@ def resolve(
         encoder=encoder,
         kv_transfer=resolve_kv_transfer(args, device, speculation, pools=pooling is not None),
         parallel=parallel,
-        **_by_themselves(args),
+        **_by_themselves(args, device, parallel),
         reasons=tuple(choices.reasons),
     )
 
 
-def _by_themselves(args: EngineArgs) -> dict[str, Any]:
-    """Fields of `EngineConfig` that depend on nothing else."""
+def _by_themselves(args: EngineArgs, device: str, parallel: ParallelConfig) -> dict[str, Any]:
+    """Fields of `EngineConfig` that depend on little else."""
     return {
+        "enable_sleep_mode": resolve_sleep_mode(args, device, parallel),
         "attention_backend": args.attention_backend,
         "graphs": _graphs(args),
         "max_logprobs": at_least("max_logprobs", args.max_logprobs, -1),
@@ -146,6 +151,7 @@ def _kind(
     parameters = read_parameters(hf_config, caches_latents=implementation == "tokenmill")
     pooling, args = resolve_pooling(args, hf_config, parameters, path)
     speculation, args = resolve_speculation(args, parameters, pools=pooling is not None)
+    check_target(args, speculation, parameters, implementation)
     return pooling, parameters, speculation, args
 
 

@@ -41,12 +41,16 @@ class ReadinessRules:
 
     def __init__(self, *rules: ReadinessRule) -> None:
         self._rules = rules
+        self.is_closed = False
+        """Whether nobody may start who has not before."""
 
     def begin_pass(self, running: Mapping[str, Request]) -> None:
         for rule in self._rules:
             rule.begin_pass(running)
 
     def wait_reason(self, request: Request) -> str | None:
+        if self.is_closed and request.first_scheduled_time is None:
+            return "paused"
         reasons = (rule.wait_reason(request) for rule in self._rules)
         return next(filter(None, reasons), None)
 

@@ -97,6 +97,10 @@ class EncoderCache:
         self._new.clear()
         return new, evicted
 
+    def clear(self) -> None:
+        """Forget all items that no request needs."""
+        self._make_room(self.num_available)
+
     def audit(self) -> list[str]:
         """Everything that is wrong with the counts, in words."""
         problems = []

@@ -102,7 +102,7 @@ class Scheduler:
         self._acceptance_rules = (*rules, self.encoder)
         self._grammars = grammars or NoGrammars()
         self._drafting = Drafting(num_speculative_tokens, self._grammars)
-        self._readiness = ReadinessRules(
+        self.readiness = ReadinessRules(
             OutputSettled(), GrammarReady(self._grammars), self.kv.transfers, *readiness_rules
         )
         self._policy = get_policy(config.policy)
@@ -254,10 +254,10 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, now: float) -> None:
         """Start waiting requests in their order, until one that is ready does not fit."""
         set_aside = []
-        self._readiness.begin_pass(self.running)
+        self.readiness.begin_pass(self.running)
         while self.waiting and step.token_budget and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek()
-            request.wait_reason = self._readiness.wait_reason(request)
+            request.wait_reason = self.readiness.wait_reason(request)
             if request.wait_reason is not None:
                 set_aside.append(self.waiting.pop())
             elif not self._start(request, step, now):

@@ -16,6 +16,7 @@ from tokenmill.checkpoint.checkpoint import TokenizerData
 from tokenmill.checkpoint.dummy import open_dummy
 from tokenmill.checkpoint.names import resolve_model
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.config.argument_types import one_of
 from tokenmill.config.draft_model import DraftFiles
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig, Reason
@@ -39,7 +40,7 @@ from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.pooling_processor import PoolingProcessor
-from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.errors import ConfigError
 from tokenmill.features.multimodal.build import build_images
 from tokenmill.kernels.accelerator import find_accelerator
 from tokenmill.kernels.native import active_isa
@@ -287,7 +288,13 @@ def _build_core(
             config, tokenizer, lambda known: _end_token_ids(config, generation, known)
         )
     scheduler = build_scheduler(config, workers.kv_cache_config, grammars, workers.kv_transfer)
-    return EngineCore(scheduler, workers.executor, max_steps_in_flight=depth, grammars=grammars)
+    return EngineCore(
+        scheduler,
+        workers.executor,
+        max_steps_in_flight=depth,
+        grammars=grammars,
+        memory=workers.memory,
+    )
 
 
 def build_rank(
@@ -304,12 +311,7 @@ def build_rank(
 
 def _opener(args: EngineArgs, *, without_torch: bool = False) -> Callable[[Path], Checkpoint]:
     """How the model's files are opened. Raises `ConfigError` for an unknown `load_format`."""
-    if args.load_format not in LOAD_FORMATS:
-        raise ConfigError(
-            f"load_format={args.load_format!r} is not one of: {', '.join(LOAD_FORMATS)}."
-            f"{did_you_mean(args.load_format, LOAD_FORMATS)}"
-        )
-    if args.load_format == "auto":
+    if one_of("load_format", args.load_format, LOAD_FORMATS) == "auto":
         return open_checkpoint
     return partial(_open_dummy, args, without_torch=without_torch)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from tokenmill.contracts.operations import EngineState, Operation, Tensors
 from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.engine.core import EngineCore
 
@@ -48,6 +49,17 @@ class EngineCoreClient(Protocol):
         """
         ...
 
+    @property
+    def state(self) -> EngineState:
+        """What is asleep, and which weights there are."""
+        ...
+
+    def operate(self, operation: Operation, tensors: Tensors | None = None) -> Future[EngineState]:
+        """Have an operation done, as `CoreOperations.begin` does. The result is there after a later
+        `get_outputs`, of whichever core.
+        """
+        ...
+
     def shutdown(self) -> None:
         """End the core; may be called twice."""
         ...
@@ -77,6 +89,13 @@ class InProcessClient:
 
     def load_adapter(self, directory: str) -> Future[AdapterInfo]:
         return self.core.load_adapter(directory)
+
+    @property
+    def state(self) -> EngineState:
+        return self.core.operations.state
+
+    def operate(self, operation: Operation, tensors: Tensors | None = None) -> Future[EngineState]:
+        return self.core.operations.begin(operation, tensors)
 
     def shutdown(self) -> None:
         self.core.shutdown()

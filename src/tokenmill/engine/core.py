@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
+from tokenmill.contracts.operations import ModelMemory
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.contracts.seams import Executor, GrammarManager, NoGrammars, StepFuture
 from tokenmill.core.scheduler import Scheduler
+from tokenmill.engine.operations import CoreOperations
 from tokenmill.errors import EngineDeadError, InvalidRequestError
 
 
@@ -52,8 +54,11 @@ class EngineCore:
         executor: Executor,
         max_steps_in_flight: int,
         grammars: GrammarManager | None = None,
+        memory: ModelMemory | None = None,
     ) -> None:
+        """`memory` is the model's, where it can be given back."""
         self.scheduler = scheduler
+        self.operations = CoreOperations(scheduler, memory)
         self._executor = executor
         self._max_steps_in_flight = max_steps_in_flight
         self._grammars = grammars or NoGrammars()
@@ -92,7 +97,7 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether another `step` is needed."""
-        return bool(self._in_flight) or self.scheduler.has_requests()
+        return bool(self._in_flight or self.scheduler.has_requests() or self.operations.is_busy)
 
     @property
     def waits_for_kv(self) -> bool:
@@ -133,7 +138,10 @@ class EngineCore:
                 raise error
 
     def step(self) -> EngineCoreOutputs:
-        """Submit as many steps as may be in flight, then wait for the oldest and settle it."""
+        """Submit as many steps as may be in flight, then wait for the oldest and settle it.
+
+        Without a step in flight, operations are done that were waiting for that.
+        """
         if self._closed:
             self._check_alive()
         failures = self._grammars.take_failures()
@@ -142,6 +150,7 @@ class EngineCore:
         while len(self._in_flight) < self._max_steps_in_flight and self._submit():
             pass
         if not self._in_flight:
+            self.operations.advance()
             self._transfers.wait()
             self._settle_transfers()
             return self.scheduler.take_outputs()
@@ -182,7 +191,7 @@ class EngineCore:
 
         A step without tokens is not sent: freed rows are told with the next one.
         """
-        if self._unsampled is not None:
+        if self._unsampled is not None or self.operations.holds_steps:
             return False
         plan = self.scheduler.schedule()
         self._transfers.poll()

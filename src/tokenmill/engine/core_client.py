@@ -14,19 +14,22 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import zmq
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.encoding import ErrorInfo, LogRecord, rebuild
+from tokenmill.contracts.operations import EngineState, Operation
 from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.engine import wire
 from tokenmill.engine.placement import ANYWHERE, Placement
 from tokenmill.engine.status_page import StatusPage
 from tokenmill.errors import EngineDeadError
 from tokenmill.executor.lifeline import how_it_ended
+
+T = TypeVar("T")
 
 DEFAULT_FACTORY = "tokenmill.engine.build:build_core"
 _MAX_SOCKET_PATH = 100
@@ -72,6 +75,10 @@ class ProcessClient:
         self._resets: deque[Future[bool]] = deque()
         self._loading: dict[int, Future[AdapterInfo]] = {}
         """Adapters that the core reads, by the numbers of our questions."""
+        self._operations: dict[int, Future[EngineState]] = {}
+        """That the core does, by the numbers of our questions, too."""
+        self.state = EngineState()
+        """As of the core's latest answer."""
         self._numbers = itertools.count()
         self._closed = False
         level = logging.getLogger("tokenmill").getEffectiveLevel()
@@ -122,6 +129,11 @@ class ProcessClient:
                 case wire.AdapterLoaded(number, info, error):
                     self._answer(self._loading.pop(number), info, error)
                     return message
+                case wire.Operated(number, state, error):
+                    self.state = state
+                    waiting = self._operations.pop(number)
+                    self._answer(waiting, None if error is not None else state, error)
+                    return message
                 case wire.Ready():
                     self._remove_directory()  # the two are connected: nobody else shall be
                     return message
@@ -168,17 +180,23 @@ class ProcessClient:
         self._loading[number] = loading
         return loading
 
+    def operate(self, operation: Operation) -> Future[EngineState]:
+        """As of `EngineCoreClient`, of weights in files."""
+        done: Future[EngineState] = Future()
+        number = next(self._numbers)
+        self.send(wire.Operate(number, operation))
+        self._operations[number] = done
+        return done
+
     @staticmethod
-    def _answer(
-        loading: Future[AdapterInfo], info: AdapterInfo | None, error: ErrorInfo | None
-    ) -> None:
-        if loading.cancelled():
+    def _answer(waiting: Future[T], result: T | None, error: ErrorInfo | None) -> None:
+        if waiting.cancelled():
             return
-        if info is not None:
-            loading.set_result(info)
+        if result is not None:
+            waiting.set_result(result)
         else:
             assert error is not None
-            loading.set_exception(rebuild(error))
+            waiting.set_exception(rebuild(error))
 
     def ask_to_stop(self) -> None:
         """Ask the core to end; does not wait."""
@@ -225,7 +243,11 @@ class ProcessClient:
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        unanswered: list[Future[Any]] = [*self._resets, *self._loading.values()]
+        unanswered: list[Future[Any]] = [
+            *self._resets,
+            *self._loading.values(),
+            *self._operations.values(),
+        ]
         for waiting in (each for each in unanswered if not each.done()):
             waiting.set_exception(EngineDeadError(f"The engine core {self.how_it_ended()}."))
         self._socket.close()

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 import zmq
 
 from tokenmill.contracts.encoding import LogRecord, describe
+from tokenmill.contracts.operations import EngineState
 from tokenmill.contracts.request import (
     AdapterInfo,
     EngineCoreOutputs,
@@ -109,6 +110,8 @@ class CoreLoop:
         """Time to wait before the next attempt at a step; grows while nothing may start."""
         self._loading: list[tuple[int, Future[AdapterInfo]]] = []
         """Adapters that are being read, with the numbers of the questions."""
+        self._operations: list[tuple[int, Future[EngineState]]] = []
+        """Operations that are to be done, likewise."""
         core.journal = page
 
     def run(self) -> None:
@@ -128,6 +131,7 @@ class CoreLoop:
         self._page.turn()
         self._send_refusals()
         self._send_adapters()
+        self._send_operated()
         message = self._channel.receive(self._patience_ms())
         while message is not None:
             if isinstance(message, wire.Stop):
@@ -163,6 +167,9 @@ class CoreLoop:
                 self._channel.send(wire.PrefixCacheReset(done))
             case wire.LoadAdapter(number, directory):
                 self._loading.append((number, self._core.load_adapter(directory)))
+            case wire.Operate(number, operation):
+                self._operations.append((number, self._core.operations.begin(operation)))
+                self._held_back_ms = 0
             case _:
                 raise AssertionError(f"{type(message).__name__} comes at another time")
 
@@ -186,6 +193,14 @@ class CoreLoop:
             info = None if error is not None else loading.result()
             described = None if error is None else describe(error)
             self._channel.send(wire.AdapterLoaded(number, info, described))
+
+    def _send_operated(self) -> None:
+        """Answer for the operations that are done by now."""
+        for number, done in [each for each in self._operations if each[1].done()]:
+            self._operations.remove((number, done))
+            error = done.exception()
+            described = None if error is None else describe(error)
+            self._channel.send(wire.Operated(number, self._core.operations.state, described))
 
     def _step(self) -> None:
         num_settled = self._core.num_settled_steps

@@ -9,6 +9,7 @@ from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.kv_cache import KVCacheConfig
+from tokenmill.contracts.operations import ModelMemory
 from tokenmill.contracts.seams import Executor, KVTransfer
 
 
@@ -19,6 +20,8 @@ class Workers:
     executor: Executor
     kv_cache_config: KVCacheConfig
     kv_transfer: KVTransfer | None = None
+    memory: ModelMemory | None = None
+    """None stays as it is."""
 
 
 def start_workers(
@@ -47,4 +50,10 @@ def start_workers(
     worker = build_worker(config, checkpoint, on_progress)
     background = config.scheduler.max_steps_in_flight > 1 and config.device == "cpu"
     executor = local_executor(worker, background=background)
-    return Workers(executor, worker.kv_cache_config, worker.kv_transfer)
+    memory = None
+    if config.device == "cpu":
+        from tokenmill.worker.memory import WorkerMemory
+
+        keeps = config.enable_sleep_mode
+        memory = WorkerMemory(worker.runner, config, checkpoint, keeps_checkpoint=keeps)
+    return Workers(executor, worker.kv_cache_config, worker.kv_transfer, memory)

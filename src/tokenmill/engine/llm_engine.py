@@ -6,13 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tokenmill.config.memory import summary
+from tokenmill.contracts.operations import (
+    EngineState,
+    Operation,
+    Tensors,
+    WakeUp,
+    check_operation,
+)
 from tokenmill.contracts.request import AdapterRef
 from tokenmill.engine.adapters import AdapterRegistry
 from tokenmill.engine.client import EngineCoreClient
 from tokenmill.engine.input_processor import InputProcessor, RequestParams
 from tokenmill.engine.interrupts import interrupts_deferred
 from tokenmill.engine.output_processor import OutputProcessor
-from tokenmill.errors import EngineDeadError
+from tokenmill.errors import EngineDeadError, InvalidRequestError
 from tokenmill.lora_request import LoRARequest
 from tokenmill.outputs import RequestOutput
 from tokenmill.sampling_params import SamplingParams
@@ -108,10 +115,9 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one step and return what it brought. Ctrl-C takes effect after it."""
         self._check_open()
-        with interrupts_deferred():
-            outputs, stopped = self._output_processor.process_outputs(self._client.get_outputs())
-            self._client.abort_requests(stopped)
-            self._undelivered += outputs
+        if self._output_processor.num_unfinished or not self._undelivered:
+            self.check_awake()
+            self._make_step()
         delivered, self._undelivered = self._undelivered, []
         return delivered
 
@@ -150,11 +156,48 @@ class LLMEngine:
         """Forget all cached prefixes; False if requests are running, then nothing changes."""
         return self._client.reset_prefix_cache().result()
 
+    # ---- operations -------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """What of the engine is asleep, and which weights it has."""
+        return self._client.state
+
+    def operate(self, operation: Operation, tensors: Tensors | None = None) -> None:
+        """Sleep, wake up, or replace the weights, and wait for that. `tensors` are the weights,
+        where they are not in files.
+
+        Steps are made meanwhile for requests that are waited for; what they bring, and the ends of
+        requests that are aborted, are what the next `step` returns. Raises `InvalidRequestError`
+        before anything is changed, and `CheckpointError` for weights that cannot be read.
+        """
+        self._check_open()
+        check_operation(operation, self.config)
+        if not isinstance(operation, WakeUp) and operation.mode == "abort":
+            self._undelivered += self.abort_request(self._output_processor.request_ids)
+        with interrupts_deferred():
+            done = self._client.operate(operation, tensors)
+        while not done.done():
+            self._make_step()
+        done.result()
+
     def close(self) -> None:
         """End the engine and free what it holds; may be called twice."""
         if not self._closed:
             self._closed = True
             self._client.shutdown()
+
+    def _make_step(self) -> None:
+        with interrupts_deferred():
+            outputs, stopped = self._output_processor.process_outputs(self._client.get_outputs())
+            self._client.abort_requests(stopped)
+            self._undelivered += outputs
+
+    def check_awake(self) -> None:
+        """Raise `InvalidRequestError` if no step can be made."""
+        if self.state.is_sleeping:
+            asleep = ", ".join(self.state.asleep)
+            raise InvalidRequestError(f"the engine is asleep ({asleep}); call wake_up first.")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -182,6 +182,11 @@ class OutputProcessor:
         """Sequences that still run."""
         return len(self._sequences)
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the users' requests that still run."""
+        return list(self._by_user_id)
+
     def adapters(self) -> tuple[list[str], list[str]]:
         """Names of the adapters of unfinished sequences that have tokens, and those of others."""
         begun = {each.adapter: False for each in self._sequences.values() if each.adapter}

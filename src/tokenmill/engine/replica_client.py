@@ -6,15 +6,26 @@ import select
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
+
+import msgspec
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.encoding import rebuild
+from tokenmill.contracts.operations import (
+    TAGS,
+    EngineState,
+    Operation,
+    Tensors,
+    UpdateWeights,
+)
 from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.engine import wire
 from tokenmill.engine.core_client import DEFAULT_FACTORY, ProcessClient
 from tokenmill.engine.placement import placements
 from tokenmill.engine.replica_balancer import ReplicaBalancer
+from tokenmill.engine.spooled_weights import spooled
 from tokenmill.errors import EngineDeadError
 
 _POLL_MS = 200
@@ -30,6 +41,7 @@ class ReplicasClient:
         self, args: EngineArgs, config: EngineConfig, *, factory: str = DEFAULT_FACTORY
     ) -> None:
         """Start all processes. Raises `ConfigError` if there is no place for so many."""
+        self._config = config
         self._clients: list[ProcessClient] = []
         self._balancer = ReplicaBalancer(config.data_parallel_size, config.cache)
         self._homes: dict[str, int] = {}
@@ -92,6 +104,34 @@ class ReplicasClient:
                 return answer
         return answers[0]
 
+    @property
+    def state(self) -> EngineState:
+        """What is asleep anywhere."""
+        states = [client.state for client in self._clients]
+        asleep = tuple(tag for tag in TAGS if any(tag in state.asleep for state in states))
+        return EngineState(asleep, states[0].weight_version)
+
+    def operate(self, operation: Operation, tensors: Tensors | None = None) -> Future[EngineState]:
+        """All do it; weights that come as tensors go to them through files."""
+        if tensors is None:
+            return self._operate(operation)
+        assert isinstance(operation, UpdateWeights)
+        with spooled(tensors, self._config.model) as directory:
+            return self._operate(msgspec.structs.replace(operation, path=str(directory)))
+
+    def _operate(self, operation: Operation) -> Future[EngineState]:
+        for rank in range(len(self._clients)):
+            self._balancer.forget(rank)
+        answers = [client.operate(operation) for client in self._clients]
+        self._wait_for(answers)
+        done: Future[EngineState] = Future()
+        errors = [each for each in (answer.exception() for answer in answers) if each]
+        if errors:
+            done.set_exception(errors[0])
+        else:
+            done.set_result(self.state)
+        return done
+
     def shutdown(self) -> None:
         for client in self._clients:
             client.ask_to_stop()  # all of them, before one is waited for
@@ -100,7 +140,7 @@ class ReplicasClient:
 
     # ---- inside -----------------------------------------------------------------------------
 
-    def _wait_for(self, answers: Sequence[Future[bool]] | Sequence[Future[AdapterInfo]]) -> None:
+    def _wait_for(self, answers: Sequence[Future[Any]]) -> None:
         while not all(answer.done() for answer in answers):
             self._take_in()
 

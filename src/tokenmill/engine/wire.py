@@ -4,10 +4,10 @@ msgspec structs as msgpack arrays over one ZMQ socket, in order. Nothing is ever
 bytes decode to these types or not at all.
 
     front end -> core    Setup, once; then AddRequests, AbortRequests, ResetPrefixCache,
-                         LoadAdapter, Stop
+                         LoadAdapter, Operate, Stop
     core -> front end    LogRecord at any time; LoadProgress while it starts; StartupFailure, or the
                          first statistics and Ready; then StepOutputs, Refusal, PrefixCacheReset,
-                         AdapterLoaded
+                         AdapterLoaded, Operated
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.encoding import ErrorInfo, LogRecord, plain
+from tokenmill.contracts.operations import EngineState, Operation
 from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
 from tokenmill.errors import InvalidRequestError
 
@@ -60,6 +61,13 @@ class LoadAdapter(msgspec.Struct, array_like=True, tag=5):
     number: int
     """Of the question; the answer repeats it."""
     directory: str
+
+
+class Operate(msgspec.Struct, array_like=True, tag=6):
+    """Do an operation, when that can be; answered by `Operated`."""
+
+    number: int
+    operation: Operation
 
 
 class LoadProgress(msgspec.Struct, array_like=True, tag=1):
@@ -107,7 +115,15 @@ class AdapterLoaded(msgspec.Struct, array_like=True, tag=7):
     error: ErrorInfo | None
 
 
-ToCore = Setup | AddRequests | AbortRequests | ResetPrefixCache | Stop | LoadAdapter
+class Operated(msgspec.Struct, array_like=True, tag=8):
+    """Answer to `Operate`, with the state behind it."""
+
+    number: int
+    state: EngineState
+    error: ErrorInfo | None
+
+
+ToCore = Setup | AddRequests | AbortRequests | ResetPrefixCache | Stop | LoadAdapter | Operate
 FromCore = (
     LogRecord
     | LoadProgress
@@ -117,6 +133,7 @@ FromCore = (
     | Refusal
     | PrefixCacheReset
     | AdapterLoaded
+    | Operated
 )
 
 

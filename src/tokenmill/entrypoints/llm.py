@@ -17,6 +17,7 @@ from tokenmill.entrypoints import pooling
 from tokenmill.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from tokenmill.entrypoints.chat.render import render_chat
 from tokenmill.entrypoints.chat.templates import read_template
+from tokenmill.entrypoints.offline_operations import OfflineOperations
 from tokenmill.entrypoints.per_prompt import as_list, as_prompts, final_only, is_list, one_each
 from tokenmill.entrypoints.progress import request_progress, start_progress
 from tokenmill.errors import InvalidRequestError, refuse_unknown
@@ -37,7 +38,7 @@ Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}` as in the OpenAI protocol."""
 
 
-class LLM:
+class LLM(OfflineOperations):
     """A model, loaded and ready.
 
         with LLM("smollm2-135m") as llm:
@@ -354,6 +355,7 @@ class LLM:
         adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Queue all, step until all are done. Whatever happens, none of them stays behind."""
+        self.llm_engine.check_awake()
         request_ids = [f"generate-{next(self._request_ids)}" for _ in prompts]
         mine = frozenset(request_ids)
         finished: dict[str, RequestOutput] = {}

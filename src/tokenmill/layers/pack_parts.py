@@ -25,31 +25,48 @@ SLAB_BYTES = 8 << 20
 """Of a part, at a time: enough for the threads to share."""
 
 
-def pack_parts(packed_format: str, parts: list[RawTensor]) -> PackedWeight:
-    """One weight of parts [n, K], one below the other.
+def pack_parts(
+    packed_format: str, parts: list[RawTensor], into: PackedWeight | None = None
+) -> PackedWeight:
+    """One weight of parts [n, K], one below the other: a new one, or `into`, filled again.
 
     `packed_format` is bfloat16, float32, int8, int4, a block type, or one that is packed in the
-    file already.
+    file already. `into` has been made of parts of these sizes in this format.
     """
     shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
     if packed_format.startswith(PACKED_PREFIX):
-        block_type = packed_format.removeprefix(PACKED_PREFIX)
-        return PackedBlocks(_in_one_piece(parts), block_type, *shape)
+        return _packed_in_file(packed_format.removeprefix(PACKED_PREFIX), parts, shape, into)
     if packed_format == "bfloat16":
-        bf16 = PackedBf16.empty(*shape)
+        bf16 = PackedBf16.empty(*shape) if into is None else into
+        assert isinstance(bf16, PackedBf16)
         _fill(bf16.fill, parts, lambda part: dequantize(part, torch.bfloat16))
         return bf16
     if packed_format == "float32":
-        float32 = PackedFloat32.empty(*shape)
+        float32 = PackedFloat32.empty(*shape) if into is None else into
+        assert isinstance(float32, PackedFloat32)
         _fill(float32.fill, parts, lambda part: dequantize(part, torch.float32))
         return float32
+    block_type = QUANTIZED_TYPES.get(packed_format, packed_format)
+    blocks = PackedBlocks.empty(block_type, *shape) if into is None else into
+    assert isinstance(blocks, PackedBlocks)
+    assert blocks.block_type == block_type
     if packed_format in QUANTIZED_TYPES:
-        quantized = PackedBlocks.empty(QUANTIZED_TYPES[packed_format], *shape)
-        _fill(quantized.fill_quantized, parts, plain_values)
-        return quantized
-    blocks = PackedBlocks.empty(packed_format, *shape)
-    _fill(blocks.fill, parts, lambda part: rows_in_order(part).view(part.shape[0], -1))
+        _fill(blocks.fill_quantized, parts, plain_values)
+    else:
+        _fill(blocks.fill, parts, lambda part: rows_in_order(part).view(part.shape[0], -1))
     return blocks
+
+
+def _packed_in_file(
+    block_type: str, parts: list[RawTensor], shape: tuple[int, int], into: PackedWeight | None
+) -> PackedBlocks:
+    if into is None:
+        return PackedBlocks(_in_one_piece(parts), block_type, *shape)
+    assert isinstance(into, PackedBlocks)
+    data = _in_one_piece(parts)
+    if data.data_ptr() != into.buffer.data_ptr():  # else a view of the same file
+        into.buffer.copy_(data)
+    return into
 
 
 def _fill(

@@ -71,7 +71,8 @@ class PackedLinearMethod:
             if sum(part.shape[0] for part in self._loaded.values()) == self.out_features:
                 self._pack()
 
-        return WeightSlot(name, (rows.stop - rows.start, self.in_features), load)
+        shape = rows.stop - rows.start, self.in_features
+        return WeightSlot(name, shape, load, memory=lambda: (w.buffer for w in self.weights))
 
     @property
     def weights(self) -> list[PackedWeight]:
@@ -112,12 +113,13 @@ class PackedLinearMethod:
         return span.weight.unpack_rows(ids)
 
     def _pack(self) -> None:
-        start = 0
+        start, before, self._spans = 0, self._spans, []
         in_order = [self._loaded[first] for first in sorted(self._loaded)]
         for parts in self._spans_of(in_order):
             key = self._packed_format(parts[0])
             stop = start + sum(part.shape[0] for part in parts)
-            self._spans.append(_Span(slice(start, stop), pack_parts(key, parts)))
+            into = before[len(self._spans)].weight if before else None
+            self._spans.append(_Span(slice(start, stop), pack_parts(key, parts, into)))
             start = stop
         self._loaded.clear()
 

@@ -48,6 +48,7 @@ class Mamba2Mixer(nn.Module):
             self.conv_bias.zero_()
         self.log_a, self.d, self.dt_bias = (_float32(shape.num_heads) for _ in range(3))
         self.norm_weight = _float32(shape.num_inner)
+        self._derived: StateSpaceWeights
         self._states: StateSpace | None = None
         self._state_cache: StateCache | None = None
 
@@ -79,8 +80,14 @@ class Mamba2Mixer(nn.Module):
             dt_bias=self.dt_bias,
             norm_weight=self.norm_weight,
         )
+        self._derived = weights
         self._states = self.kernels.state_space(self.shape, weights, cache)
         self._state_cache = cache
+
+    def refresh(self) -> None:
+        """Compute again what `bind` has computed of the weights, which have changed."""
+        self._derived.conv_weight.copy_(self.conv_weight[:, 0].t())
+        torch.exp(self.log_a, out=self._derived.a).neg_()
 
     @property
     def state_cache(self) -> StateCache:

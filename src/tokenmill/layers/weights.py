@@ -28,6 +28,9 @@ class WeightSlot:
     """Puts the tensor there; its shape has been checked."""
     rows: range | None = None
     """Rows of the tensor that `load` reads; None reads all."""
+    memory: Callable[[], Iterable[torch.Tensor]] = tuple
+    """What `load` fills, each byte of it, once it has: what may be dropped and loaded again. A
+    second `load` fills the same memory."""
 
 
 @runtime_checkable
@@ -52,7 +55,7 @@ def parameter_slot(name: str, parameter: torch.Tensor, offset: float = 0.0) -> W
         parameter.copy_(values + offset if offset else values)
         raw.release()
 
-    return WeightSlot(name, tuple(parameter.shape), load)
+    return WeightSlot(name, tuple(parameter.shape), load, memory=lambda: (parameter,))
 
 
 def transposed_slot(slot: WeightSlot) -> WeightSlot:
@@ -61,7 +64,7 @@ def transposed_slot(slot: WeightSlot) -> WeightSlot:
     def load(raw: RawTensor) -> None:
         slot.load(plain_raw(plain_values(raw).t()))
 
-    return WeightSlot(slot.name, slot.shape[::-1], load)
+    return replace(slot, shape=slot.shape[::-1], load=load)
 
 
 def flattened_slot(slot: WeightSlot, shape: tuple[int, ...]) -> WeightSlot:
@@ -73,10 +76,12 @@ def flattened_slot(slot: WeightSlot, shape: tuple[int, ...]) -> WeightSlot:
     def load(raw: RawTensor) -> None:
         slot.load(replace(raw, shape=slot.shape))
 
-    return WeightSlot(slot.name, shape, load)
+    return replace(slot, shape=shape, load=load)
 
 
 _FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+PLAIN_FORMATS = frozenset(_FORMATS.values())
+"""Of tensors that hold their values as they are."""
 
 
 def plain_raw(values: torch.Tensor) -> RawTensor:

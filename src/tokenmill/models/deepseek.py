@@ -97,7 +97,11 @@ class LatentMaps(nn.Module):
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         rows = len(self.keys) * (self.key_size + self.value_size)
-        yield WeightSlot(f"{prefix}.weight", (rows, self.latent), self._load)
+        yield WeightSlot(f"{prefix}.weight", (rows, self.latent), self._load, memory=self._memory)
+
+    def _memory(self) -> Iterator[torch.Tensor]:
+        for method in (*self.keys, *self.values):
+            yield from method.slot("", slice(0, 0)).memory()
 
     def _load(self, raw: RawTensor) -> None:
         by_head = plain_values(raw).view(len(self.keys), -1, self.latent)

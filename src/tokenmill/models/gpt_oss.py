@@ -71,10 +71,16 @@ class ExpertMatrices:
                     f"{name}_{part}",
                     (experts, out_features, *shape),
                     lambda raw, part=part: self._load_mxfp4(part, raw),  # type: ignore[misc]
+                    memory=self._memory,
                 )
         else:
-            yield WeightSlot(name, (experts, self.in_features, out_features), self._load_plain)
+            whole = experts, self.in_features, out_features
+            yield WeightSlot(name, whole, self._load_plain, memory=self._memory)
         yield WeightSlot(f"{name}_bias", (experts, out_features), self._load_bias)
+
+    def _memory(self) -> Iterator[torch.Tensor]:
+        for method in self.methods:
+            yield from method.slot("", slice(0, len(self.rows))).memory()
 
     def _load_bias(self, raw: RawTensor) -> None:
         self.bias.copy_(plain_values(raw)[:, self.rows])

@@ -142,6 +142,11 @@ class ModelRunner:
         self._model.compute_logits(hidden_states[:num_rows])
 
     @property
+    def model_and_drafter(self) -> tuple[CausalLM, Drafter]:
+        """What has weights, and keeps something of sequences."""
+        return self._model, self._drafter
+
+    @property
     def rows(self) -> RowTable:
         """The requests at work."""
         return self._rows

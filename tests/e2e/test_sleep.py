@@ -1,0 +1,183 @@
+"""Memory given back and taken again, and weights replaced, by a real engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.tiny import write_tiny_llama, write_wide_llama
+from tokenmill import LLM, SamplingParams
+from tokenmill.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPTS = [[3 + number] * 40 for number in range(6)]
+SMALL = {"device": "cpu", "num_kv_blocks": 40, "block_size": 32, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two sets of weights of one config."""
+    root = tmp_path_factory.mktemp("models")
+    return [write_wide_llama(root / str(seed), seed=seed) for seed in range(2)]
+
+
+def open_llm(model, **settings):
+    return LLM(str(model), **(SMALL | {"enable_sleep_mode": True} | settings))
+
+
+def texts(llm):
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def resident_bytes():
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("Rss:"))
+
+
+def test_memory_goes_back_to_the_system_and_results_stay(tmp_path):
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = write_tiny_llama(
+        tmp_path, **sizes, head_dim=128, vocab_size=60_000, max_position_embeddings=2048
+    )
+    weights = sum(each.nbytes for each in load_file(model / "model.safetensors").values()) // 2
+    prompts = [[3 + number] * 1000 for number in range(3)]
+    kv = 3 * 1000 * 2 * 2 * 4 * 128 * 4
+    with open_llm(model, kv_cache_dtype="float32", num_kv_blocks=100) as llm:
+
+        def run():
+            return [each.outputs[0].token_ids for each in llm.generate(prompts, GREEDY)]
+
+        expected = run()
+        for level, taken in ((1, kv), (2, kv + weights)):
+            before = resident_bytes()
+            llm.sleep(level)
+            assert llm.is_sleeping
+            assert before - resident_bytes() > 0.9 * taken
+            llm.wake_up()
+            assert not llm.is_sleeping
+            assert run() == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"quantization": "int8"},
+        {"quantization": "int4", "check_graphs": True},
+        {"dtype": "float32"},
+        {"dtype": "float16"},
+        {"kv_cache_dtype": "int8"},
+        {"spec_method": "ngram", "spec_tokens": 3},
+    ],
+    ids=str,
+)
+def test_other_weights_give_what_a_fresh_engine_gives(models, settings):
+    expected = []
+    for model in models:
+        with open_llm(model, **settings) as llm:
+            expected.append(texts(llm))
+    assert expected[0] != expected[1]
+    with open_llm(models[0], **settings) as llm:
+        assert texts(llm) == expected[0]
+        llm.update_weights(models[1])
+        assert (texts(llm), llm.weight_version) == (expected[1], "1")
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert texts(llm) == expected[1]
+        tensors = load_file(models[0] / "model.safetensors")
+        llm.update_weights(tensors.items(), version="step-7")
+        assert (texts(llm), llm.weight_version) == (expected[0], "step-7")
+
+
+def test_weights_that_came_as_tensors_cannot_be_dropped_and_taken_again(models):
+    tensors = load_file(models[1] / "model.safetensors")
+    with open_llm(models[1]) as llm:
+        expected = texts(llm)
+    with open_llm(models[0]) as llm:
+        llm.update_weights(tensors.items())
+        llm.sleep(level=2)
+        with pytest.raises(InvalidRequestError, match="update_weights"):
+            llm.wake_up()
+        llm.update_weights(tensors.items())  # as a training loop does, before the KV cache is back
+        assert llm.is_sleeping
+        llm.wake_up(["kv_cache"])
+        assert texts(llm) == expected
+
+
+def test_weights_that_do_not_fit_change_nothing(models, tmp_path):
+    other = write_tiny_llama(tmp_path / "other", hidden_size=32)
+    packed = load_file(models[0] / "model.safetensors")
+    with open_llm(models[0]) as llm:
+        expected = texts(llm)
+        with pytest.raises(CheckpointError, match="of a wrong shape"):
+            llm.update_weights(other)
+        with pytest.raises(ModelNotFoundError):
+            llm.update_weights(tmp_path / "nowhere")
+        assert (texts(llm), llm.weight_version) == (expected, "default")
+        name, tensor = packed.popitem()
+        for wrong, message in [
+            ([("model.nothing", tensor)], "is none of LlamaForCausalLM's"),
+            ([(name, tensor[:1])], "has shape"),
+            ([(name, tensor.to(torch.int8))], "dtype torch.int8"),
+            ([(name, tensor), (name, tensor)], "comes twice"),
+            (packed.items(), "1 tensors did not come"),
+        ]:
+            with pytest.raises(CheckpointError, match=message):
+                llm.update_weights(wrong)
+            # Some may have been replaced.
+            assert llm.llm_engine.state.asleep == ("scheduling", "weights")
+            with pytest.raises(InvalidRequestError, match="asleep"):
+                texts(llm)
+        llm.update_weights(models[0])
+        assert texts(llm) == expected
+
+
+def test_requests_go_on_behind_a_sleep(models):
+    with open_llm(models[0]) as llm:
+        expected = texts(llm)
+        engine = llm.llm_engine
+        for number, prompt in enumerate(PROMPTS):
+            engine.add_request(str(number), prompt, GREEDY)
+        brought = {output.request_id: output for output in engine.step()}
+        for level in (0, 1, 2):
+            llm.sleep(level, mode="keep")
+            with pytest.raises(InvalidRequestError, match="wake_up"):
+                engine.step()
+            llm.wake_up()
+            brought |= {output.request_id: output for output in engine.step()}
+        while engine.has_unfinished_requests():
+            brought |= {output.request_id: output for output in engine.step()}
+        assert [brought[str(n)].outputs[0].token_ids for n in range(6)] == expected
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("abort", "abort"), ("wait", "length")])
+def test_requests_end_before_a_sleep(models, mode, reason):
+    with open_llm(models[0]) as llm:
+        engine = llm.llm_engine
+        engine.add_request("0", PROMPTS[0], GREEDY)
+        engine.step()
+        llm.sleep(mode=mode)
+        ends = [each.outputs[0].finish_reason for each in engine.step() if each.finished]
+        assert ends == [reason]
+        assert not engine.has_unfinished_requests()
+        llm.wake_up()
+        assert len(texts(llm)) == 6
+
+
+def test_what_there_is_not_is_refused(models):
+    with LLM(str(models[0]), **SMALL) as llm:
+        for call, message in [
+            (lambda: llm.sleep(1), "enable_sleep_mode=True"),
+            (lambda: llm.sleep(3), "level=3"),
+            (lambda: llm.sleep(0, mode="later"), "mode: 'later'"),
+            (lambda: llm.wake_up(["weight"]), "Did you mean 'weights'"),
+        ]:
+            with pytest.raises(InvalidRequestError, match=message):
+                call()
+        llm.sleep(0)
+        llm.wake_up(["scheduling"])
+        assert len(texts(llm)) == 6
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode is not there with tensor_parallel"):
+        open_llm(models[0], tensor_parallel_size=2)
