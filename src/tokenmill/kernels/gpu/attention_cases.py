@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tokenmill.kernels.gpu.attention_config import AttentionConfig, TileConfig, choose_config
-from tokenmill.kernels.gpu.attention_launch import kernel_shapes
+from tokenmill.kernels.gpu.attention_launch import kernel_shapes, partitions_at_once
 from tokenmill.kernels.gpu.attention_prefill import prefill_kernel
 from tokenmill.kernels.gpu.attention_split import merge_kernel, plan_kernel, split_kernel
 from tokenmill.kernels.gpu.attention_tiles import KernelShape
@@ -119,7 +119,13 @@ def shape_cases(
         f"attention merge {name}",
         merge_kernel,
         merged | partial | sinks,
-        {**no_sinks, "ROWS": 4, "UNROLL": 16, "S": split, "OVERLAPS": True},
+        {
+            **no_sinks,
+            "ROWS": 4,
+            "UNROLL": partitions_at_once(4, split.block_d),
+            "S": split,
+            "OVERLAPS": True,
+        },
         num_warps=4,
         num_stages=1,
     )

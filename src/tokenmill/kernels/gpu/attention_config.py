@@ -48,8 +48,8 @@ class AttentionConfig:
     exact: bool
     """Whether a token has the same bits in a prompt, in a piece of it, and decoded.
 
-    Both kernels then walk alike, and their tiles have at least 64 rows, so that the same matrix
-    instructions do the sums."""
+    Both kernels then walk alike, and their tiles have the same number of rows, or at least 64, so
+    that the same matrix instructions do the sums."""
     partition: int = PARTITION
     programs_per_sm: int = PROGRAMS_PER_SM
     one_loop: bool = False
@@ -61,7 +61,8 @@ class AttentionConfig:
         assert self.partition % self.prefill.block_n == 0
         if self.exact:
             assert self.split.block_n == self.prefill.block_n
-            assert min(self.split.block_m, self.prefill.block_m) >= 64
+            rows = {self.split.block_m, self.prefill.block_m}
+            assert len(rows) == 1 or min(rows) >= 64
 
 
 @lru_cache(maxsize=64)
@@ -97,3 +98,13 @@ def choose_config(
     return AttentionConfig(
         split, prefill, exact, partition, programs_per_sm=4 if exact else PROGRAMS_PER_SM
     )
+
+
+def choose_latent_config(dtype: torch.dtype, *, partition: int = PARTITION) -> AttentionConfig:
+    """The tiles for layers of latents: exact, so that there is one for all steps."""
+    # Two states of 512 values a row take half of a multiprocessor's registers at 32 rows.
+    if dtype == torch.float32:
+        tile = TileConfig(16, 32, num_warps=8, num_stages=1)
+    else:
+        tile = TileConfig(32, 32, num_warps=8, num_stages=2)
+    return AttentionConfig(tile, tile, True, partition, programs_per_sm=2)

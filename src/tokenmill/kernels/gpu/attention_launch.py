@@ -30,6 +30,8 @@ _PLAN_BLOCK = 1024
 """Requests that the plan counts at a time."""
 _MERGE_ROWS = 16
 """Most rows of a merging program; with fewer it loads more partitions at a time."""
+_MERGE_VALUES = 4096
+"""And most of their values."""
 
 
 def workspace_size(
@@ -177,7 +179,7 @@ def _split(call: LayerCall, shape: KernelShape, max_query_len: int, max_seq_len:
     if num_partitions == 1:
         return
     num_rows = min(max_query_len, shape.tile_tokens) * shape.group
-    rows = min(next_power_of_2(num_rows), _MERGE_ROWS)
+    rows = min(next_power_of_2(num_rows), _MERGE_ROWS, _MERGE_VALUES // shape.block_d)
     merge_kernel[(shape.num_kv_heads, num_reqs, cdiv(num_rows, rows))](
         call.tables[2],
         plan,
@@ -189,13 +191,18 @@ def _split(call: LayerCall, shape: KernelShape, max_query_len: int, max_seq_len:
         capacity,
         call.factors[2],
         rows,
-        4 * _MERGE_ROWS // rows,
+        partitions_at_once(rows, shape.block_d),
         shape,
         call.overlaps,
         num_warps=max(1, min(4, rows * shape.block_d // 128)),
         num_stages=1,
         launch_pdl=call.overlaps,
     )
+
+
+def partitions_at_once(rows: int, block_d: int) -> int:
+    """Whose loads are under way together in a merging program."""
+    return max(1, 4 * _MERGE_ROWS // rows // max(1, block_d // 256))
 
 
 @lru_cache(maxsize=8)

@@ -24,7 +24,7 @@ from tokenmill.kernels.rotary import apply_rotary
 _VALUES = 1024
 """Elements of a program, about: vector loads of half of them, for each thread one."""
 _NUM_WARPS = 2
-_LAUNCH: dict[str, Any] = {"num_warps": _NUM_WARPS, "num_stages": 1}
+LAUNCH: dict[str, Any] = {"num_warps": _NUM_WARPS, "num_stages": 1}
 
 _LARGEST_FLOAT8 = tl.constexpr(448.0)
 
@@ -55,14 +55,14 @@ def rotate_and_write_kv(
     int64 [N]; a negative slot writes nothing. Tokens have slots of their own.
     """
     num_tokens, head_size = len(positions), kv_cache.shape[4]
-    _check_rotation(query, positions, cos, sin, query_out, head_size)
+    check_rotation(query, positions, cos, sin, query_out, head_size)
     _check_cache(key, value, kv_cache, slot_mapping)
     assert key.dtype == query.dtype
     if num_tokens == 0:
         return
     num_heads, num_kv_heads = query.shape[1] // head_size, kv_cache.shape[3]
-    heads = _heads_of_program(num_heads, num_kv_heads, head_size)
-    _rope_kv_kernel[(num_tokens, cdiv(num_heads, heads) + cdiv(num_kv_heads, heads))](
+    heads = heads_of_program(num_heads, num_kv_heads, head_size)
+    rope_kv_kernel[(num_tokens, cdiv(num_heads, heads) + cdiv(num_kv_heads, heads))](
         query,
         key,
         value,
@@ -84,10 +84,11 @@ def rotate_and_write_kv(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         HALF=cos.shape[1],
+        HAS_VALUES=True,
         HEADS=heads,
         OVERLAPS=overlaps(key.device),
         launch_pdl=overlaps(key.device),
-        **_LAUNCH,
+        **LAUNCH,
     )
 
 
@@ -104,8 +105,8 @@ def write_kv(
     if len(slot_mapping) == 0:
         return
     num_kv_heads, head_size = kv_cache.shape[3:]
-    heads = _heads_of_program(0, num_kv_heads, head_size)
-    _rope_kv_kernel[(len(slot_mapping), cdiv(num_kv_heads, heads))](
+    heads = heads_of_program(0, num_kv_heads, head_size)
+    rope_kv_kernel[(len(slot_mapping), cdiv(num_kv_heads, heads))](
         None,
         key,
         value,
@@ -127,10 +128,11 @@ def write_kv(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         HALF=0,
+        HAS_VALUES=True,
         HEADS=heads,
         OVERLAPS=overlaps(key.device),
         launch_pdl=overlaps(key.device),
-        **_LAUNCH,
+        **LAUNCH,
     )
 
 
@@ -178,7 +180,7 @@ def write_kv_reference(
         )
 
 
-def _check_rotation(
+def check_rotation(
     query: torch.Tensor,
     positions: torch.Tensor,
     cos: torch.Tensor,
@@ -214,7 +216,7 @@ def _check_cache(
     assert slot_mapping.is_contiguous()
 
 
-def _heads_of_program(num_heads: int, num_kv_heads: int, head_size: int) -> int:
+def heads_of_program(num_heads: int, num_kv_heads: int, head_size: int) -> int:
     fitting = max(_VALUES // next_power_of_2(head_size), 1)
     return min(fitting, next_power_of_2(max(num_heads, num_kv_heads)))
 
@@ -275,7 +277,7 @@ def _rotate_heads(
 
 
 @triton.jit
-def _rope_kv_kernel(
+def rope_kv_kernel(
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
@@ -297,6 +299,7 @@ def _rope_kv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HALF: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
     HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
@@ -332,9 +335,10 @@ def _rope_kv_kernel(
             )
         else:
             _copy_heads(source, keys, inverse_k_scale, head, NUM_KV_HEADS, HEAD_SIZE, 0)
-        source = value + token * value_stride
-        values = keys + BLOCK_SIZE * ROW
-        _copy_heads(source, values, inverse_v_scale, head, NUM_KV_HEADS, HEAD_SIZE, 0)
+        if HAS_VALUES:
+            source = value + token * value_stride
+            values = keys + BLOCK_SIZE * ROW
+            _copy_heads(source, values, inverse_v_scale, head, NUM_KV_HEADS, HEAD_SIZE, 0)
 
 
 define_op(
@@ -378,7 +382,8 @@ def _case(
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_SIZE": head_size,
         "HALF": half,
-        "HEADS": _heads_of_program(num_heads, num_kv_heads, head_size),
+        "HAS_VALUES": True,
+        "HEADS": heads_of_program(num_heads, num_kv_heads, head_size),
         "OVERLAPS": True,
     }
     if num_heads:
@@ -387,4 +392,4 @@ def _case(
     else:
         constants |= dict.fromkeys(of_query)
         name = f"write_kv {cache_type} {num_kv_heads} {head_size}"
-    return CompileCase(name, _rope_kv_kernel, signature, constants, _NUM_WARPS, num_stages=1)
+    return CompileCase(name, rope_kv_kernel, signature, constants, _NUM_WARPS, num_stages=1)
