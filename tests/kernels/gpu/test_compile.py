@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tokenmill.kernels.gpu.launch import cdiv, define_op, next_power_of_2
 
-CHECK = "from tokenmill.kernels.gpu.compile import main; sys.exit(main(sys.argv[1:]))"
+IMPORT = "from tokenmill.kernels.gpu.compile import main"
 
 KERNELS = '''
 import triton
@@ -47,12 +48,10 @@ COPY = CompileCase("copy", copy, {"x": "*bf16", "out": "*bf16", "n": "i32"}, {"B
 '''
 
 
-def check(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the check in a process that does not interpret; modules may come from a folder, too."""
-    extend = "" if folder is None else f"gpu.__path__.append({str(folder)!r});"
-    code = f"import sys; from tokenmill.kernels import gpu; {extend}{CHECK}"
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that does not interpret."""
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=False,
@@ -60,9 +59,46 @@ def check(*arguments: str, folder: Path | None = None) -> subprocess.CompletedPr
     )
 
 
-def write_module(folder: Path, cases: str) -> None:
-    text = f"{KERNELS}\ndef compile_cases():\n    return [{cases}]\n"
-    (folder / "some_kernels.py").write_text(text)
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return python(f"import sys; {IMPORT}; sys.exit(main({list(arguments)!r}))")
+
+
+CASES = {
+    "sizes": "COPY, square(32)",
+    "too_much": "square(256), COPY",
+    "wrong": """
+        CompileCase("bad", wrong, {"x": "*fp32"}, {}),
+        CompileCase("lacking", wrong, {}, {}),
+        CompileCase("double", wrong, {"x": "*fp32"}, {"x": None}),
+        COPY
+    """,
+    "several": "COPY, square(32), square(64)",
+}
+"""Cases of modules beside the package's own."""
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """`code`, `out` and `err` of the check of each module: of "several" with --once."""
+    folder = tmp_path_factory.mktemp("kernels")
+    for name, cases in CASES.items():
+        text = f"{KERNELS}\ndef compile_cases():\n    return [{cases}]\n"
+        (folder / f"{name}.py").write_text(text)
+    done = python(f"""
+import contextlib, io, json
+from tokenmill.kernels import gpu
+{IMPORT}
+gpu.__path__.append({str(folder)!r})
+found = {{}}
+for name in {list(CASES)}:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            code = main([*(["--once"] if name == "several" else []), name])
+    found[name] = {{"code": code, "out": out.getvalue(), "err": err.getvalue()}}
+print(json.dumps(found))
+""")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_kernels_compile() -> None:
@@ -78,11 +114,10 @@ def test_every_case_compiles() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_table_shows_sizes(tmp_path: Path) -> None:
-    write_module(tmp_path, "COPY, square(32)")
-    done = check("some_kernels", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    _, copy, square = done.stdout.splitlines()
+def test_the_table_shows_sizes(checked: dict[str, dict[str, Any]]) -> None:
+    found = checked["sizes"]
+    assert not found["code"], found["err"]
+    _, copy, square = found["out"].splitlines()
     name, registers, stack, shared, cubin = copy.split()
     assert name == "copy"
     assert 0 < int(registers) <= 255
@@ -91,35 +126,25 @@ def test_the_table_shows_sizes(tmp_path: Path) -> None:
     assert int(square.split()[4]) >= 32 * 32 * 4, "its shared memory"
 
 
-def test_a_kernel_with_too_much_shared_memory_fails(tmp_path: Path) -> None:
-    write_module(tmp_path, "square(256), COPY")
-    done = check("some_kernels", folder=tmp_path)
-    assert done.returncode == 1
-    assert "too much shared memory" in done.stdout
-    assert "\ncopy " in done.stdout, "the others are shown"
+def test_a_kernel_with_too_much_shared_memory_fails(checked: dict[str, dict[str, Any]]) -> None:
+    found = checked["too_much"]
+    assert found["code"] == 1
+    assert "too much shared memory" in found["out"]
+    assert "\ncopy " in found["out"], "the others are shown"
 
 
-def test_kernels_that_do_not_compile_fail(tmp_path: Path) -> None:
-    write_module(
-        tmp_path,
-        'CompileCase("bad", wrong, {"x": "*fp32"}, {}),'
-        'CompileCase("lacking", wrong, {}, {}),'
-        'CompileCase("double", wrong, {"x": "*fp32"}, {"x": None}),'
-        "COPY",
-    )
-    done = check("some_kernels", folder=tmp_path)
-    assert done.returncode == 1
-    assert "no_such_name is not defined" in done.stderr
-    assert done.stderr.count("x: not exactly once in signature and constexprs") == 2
-    assert done.stdout.count("does not compile") == 3
-    assert "\ncopy " in done.stdout, "the others are shown"
+def test_kernels_that_do_not_compile_fail(checked: dict[str, dict[str, Any]]) -> None:
+    found = checked["wrong"]
+    assert found["code"] == 1
+    assert "no_such_name is not defined" in found["err"]
+    assert found["err"].count("x: not exactly once in signature and constexprs") == 2
+    assert found["out"].count("does not compile") == 3
+    assert "\ncopy " in found["out"], "the others are shown"
 
 
-def test_only_the_first_case_of_a_kernel(tmp_path: Path) -> None:
-    write_module(tmp_path, "COPY, square(32), square(64)")
-    done = check("--once", "some_kernels", folder=tmp_path)
-    assert "square 32" in done.stdout
-    assert "square 64" not in done.stdout
+def test_only_the_first_case_of_a_kernel(checked: dict[str, dict[str, Any]]) -> None:
+    assert "square 32" in checked["several"]["out"]
+    assert "square 64" not in checked["several"]["out"]
 
 
 def test_ops_are_dispatched_by_device(device: str) -> None:
