@@ -1,10 +1,10 @@
-"""Types of settings, checked by their annotations where they enter."""
+"""Settings, checked where they enter: their types by their annotations, and their values."""
 
 from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -50,6 +50,29 @@ def of_type(name: str, value: object, annotation: Any) -> Any:
     raise ConfigError(
         f"{name}={shown(value)} must be {kind.words}{', or None' if optional else ''}."
     )
+
+
+def at_least(name: str, value: object, low: int) -> int:
+    """`value` of the setting `name`, which must be an integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}={shown(value)} must be an integer of at least {low}.")
+    return value
+
+
+def one_of(name: str, value: str, known: Collection[str]) -> str:
+    """`value` of the setting `name`, which must be one of these."""
+    if value not in known:
+        raise ConfigError(
+            f"{name}={shown(value)} is not one of: {', '.join(known)}.{did_you_mean(value, known)}"
+        )
+    return value
+
+
+def convert_fields(settings: object, prefix: str = "") -> None:
+    """Make the fields of a frozen dataclass what their annotations say, as `of_type` does."""
+    for name, annotation in get_type_hints(type(settings)).items():
+        value = of_type(f"{prefix}{name}", getattr(settings, name), annotation)
+        object.__setattr__(settings, name, value)
 
 
 def check_keys(name: str, given: Iterable[object], known: Iterable[str]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from tokenmill.config.argument_types import one_of
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.machine import Machine
-from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +57,13 @@ DEFAULTS = {
 
 def choose_device(args: EngineArgs, machine: Machine) -> tuple[str, str | None]:
     """`cpu` or `cuda`, and why if that was left open. Raises `ConfigError`."""
-    if args.device not in DEVICES:
-        raise ConfigError(
-            f"device={args.device!r} is not one of: {', '.join(DEVICES)}."
-            f"{did_you_mean(args.device, DEVICES)}"
-        )
-    gpu = machine.accelerator
-    if args.device == "cuda" and gpu is None:
+    device, gpu = one_of("device", args.device, DEVICES), machine.accelerator
+    if device == "cuda" and gpu is None:
         raise ConfigError(
             f"device='cuda' cannot be used: {machine.no_accelerator}. Use device='cpu'."
         )
-    if args.device != "auto":
-        return args.device, None
+    if device != "auto":
+        return device, None
     return ("cpu", f"no GPU: {machine.no_accelerator}") if gpu is None else ("cuda", gpu.name)
 
 

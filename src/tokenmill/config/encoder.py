@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from tokenmill.checkpoint.nested_config import has_vision_tower
+from tokenmill.config.argument_types import at_least
 from tokenmill.config.dtypes import DTYPE_BYTES
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EncoderConfig, MemoryLedger
 from tokenmill.config.memory import StepShape
-from tokenmill.config.parameters import ModelParameters, at_least, positive_int
+from tokenmill.config.parameters import ModelParameters, positive_int
 
 KEPT_EMBEDS = {"cpu": 4_096, "cuda": 16_384}
 """Of a device, unless somebody sets another number. The largest image of the usual families has

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenmill.config.argument_types import typed_keys
+from tokenmill.config.argument_types import one_of, typed_keys
 from tokenmill.config.engine_args import EngineArgs
-from tokenmill.errors import ConfigError, shown
+from tokenmill.errors import ConfigError
 
 _NAME = "kv_events_config"
 _AT_LEAST_ONE = ("buffer_steps", "hwm", "max_queue_size")
@@ -36,8 +36,7 @@ class KVEventsConfig:
 def resolve_kv_events(args: EngineArgs) -> KVEventsConfig | None:
     """The settings; None if nobody is to be told. Raises `ConfigError` that names the setting."""
     config = typed_keys(_NAME, args.kv_events_config, KVEventsConfig)
-    if config.publisher not in ("zmq", "null"):
-        raise ConfigError(f"{_NAME}.publisher={shown(config.publisher)} is not one of: zmq, null.")
+    one_of(f"{_NAME}.publisher", config.publisher, ("zmq", "null"))
     for name in _AT_LEAST_ONE:
         if getattr(config, name) < 1:
             raise ConfigError(f"{_NAME}.{name}={getattr(config, name)} must be at least 1.")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tokenmill.config.argument_types import at_least
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import MemoryLedger
 from tokenmill.config.kv_layout import KVLayout
 from tokenmill.config.memory import StepShape, format_bytes
-from tokenmill.config.parameters import at_least
 from tokenmill.errors import ConfigError, MemoryBudgetError
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tokenmill.config.argument_types import typed_keys
+from tokenmill.config.argument_types import one_of, typed_keys
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.speculation import SpeculativeConfig
-from tokenmill.errors import ConfigError, did_you_mean, shown
+from tokenmill.errors import ConfigError, shown
 
 OFFLOADING, TCP, BOTH = "OffloadingConnector", "TCPConnector", "MultiConnector"
 CONNECTORS = (OFFLOADING, TCP, BOTH)
@@ -129,7 +129,7 @@ def resolve_kv_transfer(
         directory=extra.offload_dir and str(Path(extra.offload_dir).expanduser().absolute()),
         disk_bytes=_disk_bytes(extra),
         memory_bytes=_memory_bytes(extra, device),
-        role=_one_of("kv_role", given.kv_role, ROLES),
+        role=one_of(f"{_NAME}.kv_role", given.kv_role, ROLES),
         engine_id=given.engine_id or uuid.uuid4().hex,
         host=given.kv_ip,
         port=_port(given.kv_port, args.data_parallel_size),
@@ -137,8 +137,8 @@ def resolve_kv_transfer(
         lease_seconds=_seconds("lease_seconds", extra.lease_seconds),
         timeout_seconds=_seconds("timeout_seconds", extra.timeout_seconds),
         allowed_hosts=_hosts(extra),
-        load_failure_policy=_one_of(
-            "kv_load_failure_policy", given.kv_load_failure_policy, POLICIES
+        load_failure_policy=one_of(
+            f"{_NAME}.kv_load_failure_policy", given.kv_load_failure_policy, POLICIES
         ),
     )
     _check_address(config)
@@ -182,7 +182,7 @@ def _check_engine(args: EngineArgs, speculation: SpeculativeConfig | None, *, po
 def _connector(given: _Given, *, has_tier: bool) -> str:
     if given.kv_connector is None:
         return OFFLOADING
-    name = _one_of("kv_connector", given.kv_connector, CONNECTORS)
+    name = one_of(f"{_NAME}.kv_connector", given.kv_connector, CONNECTORS)
     if name == TCP and has_tier:
         return BOTH
     if name != TCP and not has_tier:
@@ -256,15 +256,6 @@ def _check_address(config: KVTransferConfig) -> None:
                 f"{_NAME}: {host!r} is not this machine alone, and there is no secret: give all"
                 " engines the same secret_file in kv_connector_extra_config."
             )
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise ConfigError(
-            f"{_NAME}.{name}={shown(value)} is not one of: {', '.join(known)}."
-            f"{did_you_mean(value, known)}"
-        )
-    return value
 
 
 def _port(port: int, num_replicas: int) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokenmill.config.argument_types import at_least
 from tokenmill.config.dtypes import canonical_dtype
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig, LoRAConfig
-from tokenmill.config.parameters import at_least
 from tokenmill.errors import ConfigError, shown
 
 MAX_RANK = {"cpu": 512, "cuda": 128}

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenmill.config.argument_types import at_least
 from tokenmill.config.engine_args import EngineArgs
-from tokenmill.config.parameters import at_least
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
 MODALITIES = ("image",)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tokenmill.config.state_space import StateSizes
-from tokenmill.errors import ConfigError, did_you_mean, shown
+from tokenmill.errors import ConfigError, shown
 
 _LARGEST = sys.float_info.max
 
@@ -233,22 +233,6 @@ def number(config: Mapping[str, Any], key: str, default: float | None = None) ->
             f" Set it with hf_overrides if the file is wrong."
         )
     return float(value)
-
-
-def at_least(name: str, value: object, low: int) -> int:
-    """`value` of the setting `name`, which must be an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name}={shown(value)} must be an integer of at least {low}.")
-    return value
-
-
-def one_of(name: str, value: str, known: Sequence[str]) -> str:
-    """`value` of the setting `name`, which must be one of these."""
-    if value not in known:
-        raise ConfigError(
-            f"{name}={shown(value)} is not one of: {', '.join(known)}.{did_you_mean(value, known)}"
-        )
-    return value
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

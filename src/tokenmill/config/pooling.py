@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenmill.checkpoint.sentence_transformers import SentenceModel, read_sentence_model
+from tokenmill.config.argument_types import one_of
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import PoolingConfig
-from tokenmill.config.parameters import ModelParameters, one_of
+from tokenmill.config.parameters import ModelParameters
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX
+from tokenmill.config.argument_types import one_of
 from tokenmill.config.device import NATIVE_KERNELS, keeps_blocks
 from tokenmill.config.memory import Weights
-from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.errors import ConfigError
 
 GPU_QUANTIZATIONS = ("fp8", "int4")
 CPU_QUANTIZATIONS = ("int8", "int4")
@@ -35,11 +36,7 @@ def choose_quantization(
     if wanted is None:
         formats = set(tensor_formats.values()) if runs and device == "cpu" else ()
         return next((name for packed, name in _PACKED_IN.items() if packed in formats), None)
-    if wanted not in QUANTIZATIONS:
-        raise ConfigError(
-            f"quantization={wanted!r} is not one of: {', '.join(QUANTIZATIONS)}."
-            f"{did_you_mean(wanted, QUANTIZATIONS)}"
-        )
+    one_of("quantization", wanted, QUANTIZATIONS)
     if device == "cuda":
         possible, place = GPU_QUANTIZATIONS, "a GPU"
     else:

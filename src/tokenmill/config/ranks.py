@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from tokenmill.config.argument_types import at_least, one_of
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.machine import Machine
 from tokenmill.config.parallel import ParallelConfig, stage_layers
-from tokenmill.config.parameters import ModelParameters, at_least, one_of
+from tokenmill.config.parameters import ModelParameters
 from tokenmill.errors import ConfigError, shown
 
 logger = logging.getLogger(__name__)

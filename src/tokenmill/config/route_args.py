@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_type_hints
 from urllib.parse import urlsplit
 
-from tokenmill.config.argument_types import of_type
-from tokenmill.config.serve_args import LOG_FORMATS
-from tokenmill.errors import ConfigError, did_you_mean, shown
+from tokenmill.config.serve_args import LOG_FORMATS, check_settings
+from tokenmill.errors import ConfigError, shown
 
 POLICIES = ("prefix", "least_loaded", "round_robin", "session")
 _AT_LEAST = {
@@ -102,23 +100,7 @@ class RouteArgs:
     """text (in colour on a terminal) or json (one object a line)."""
 
     def __post_init__(self) -> None:
-        for name, annotation in get_type_hints(RouteArgs).items():
-            object.__setattr__(self, name, of_type(name, getattr(self, name), annotation))
-        for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            if not least <= value < 2**53:
-                raise ConfigError(f"{name}={shown(value)} must be at least {least:g}.")
-        if self.port > 65_535:
-            raise ConfigError(f"port={self.port} must be at most 65535.")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(
-                    f"{name}={shown(value)} must be one of: {', '.join(choices)}."
-                    f"{did_you_mean(value, choices)}"
-                )
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither.")
+        check_settings(self, _AT_LEAST, _CHOICES)
         self._check_backends()
 
     @property

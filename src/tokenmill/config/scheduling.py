@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tokenmill.config.argument_types import at_least, one_of
 from tokenmill.config.choices import Choices
 from tokenmill.config.device import DeviceDefaults
 from tokenmill.config.encoder import undivided_tokens
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import SchedulerConfig
 from tokenmill.config.memory import StepShape, Weights
-from tokenmill.config.parameters import ModelParameters, at_least
-from tokenmill.errors import ConfigError, did_you_mean
+from tokenmill.config.parameters import ModelParameters
+from tokenmill.errors import ConfigError
 
 POLICIES = ("fcfs", "priority")
 STEP_SECONDS = 0.1
@@ -114,11 +115,6 @@ def scheduler_config(
     ahead = args.async_scheduling
     if ahead is None:
         ahead = sizing.defaults.async_scheduling
-    if args.scheduling_policy not in POLICIES:
-        raise ConfigError(
-            f"scheduling_policy={args.scheduling_policy!r} is not one of: {', '.join(POLICIES)}."
-            f"{did_you_mean(args.scheduling_policy, POLICIES)}"
-        )
     threshold = args.long_prefill_token_threshold
     if not 0 <= threshold <= max_model_len:
         raise ConfigError(
@@ -139,7 +135,7 @@ def scheduler_config(
         max_model_len=max_model_len,
         long_prefill_token_threshold=threshold,
         enable_chunked_prefill=args.enable_chunked_prefill,
-        policy=args.scheduling_policy,
+        policy=one_of("scheduling_policy", args.scheduling_policy, POLICIES),
         max_steps_in_flight=max(2 if ahead else 1, args.pipeline_parallel_size),
         attention_cost=attention_cost,
         shared_tokens=shared_tokens,

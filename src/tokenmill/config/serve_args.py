@@ -6,11 +6,12 @@ as each text says.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_type_hints
+from typing import Any
 
-from tokenmill.config.argument_types import of_type
-from tokenmill.errors import ConfigError, did_you_mean, shown
+from tokenmill.config.argument_types import convert_fields, one_of
+from tokenmill.errors import ConfigError, shown
 
 LOG_FORMATS = ("text", "json")
 REASONING_FIELDS = ("both", "reasoning_content", "reasoning")
@@ -117,25 +118,9 @@ class ServeArgs:
     """Seconds between lines on load and throughput, written while requests run; 0 is never."""
 
     def __post_init__(self) -> None:
-        for name, annotation in get_type_hints(ServeArgs).items():
-            object.__setattr__(self, name, of_type(name, getattr(self, name), annotation))
-        for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value < 2**53:
-                raise ConfigError(f"{name}={shown(value)} must be at least {least:g}.")
-        if self.port > 65_535:
-            raise ConfigError(f"port={self.port} must be at most 65535.")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(
-                    f"{name}={shown(value)} must be one of: {', '.join(choices)}."
-                    f"{did_you_mean(value, choices)}"
-                )
+        check_settings(self, _AT_LEAST, _CHOICES)
         if self.enable_lora_updates and not (self.api_key or self.api_key_file):
             raise ConfigError("enable_lora_updates needs an API key (api_key or api_key_file).")
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither.")
         for name in ("served_model_name", "api_key"):
             if not all(
                 isinstance(each, str) and each.strip() for each in getattr(self, name) or []
@@ -143,3 +128,22 @@ class ServeArgs:
                 raise ConfigError(
                     f"{name} holds something that is no text, or empty; leave it out."
                 )
+
+
+def check_settings(
+    settings: Any, at_least: Mapping[str, float], choices: Mapping[str, Sequence[str]]
+) -> None:
+    """What is asked of the settings of servers and of routers: types, numbers, choices, the port
+    and TLS. Raises `ConfigError`.
+    """
+    convert_fields(settings)
+    for name, least in at_least.items():
+        value = getattr(settings, name)
+        if value is not None and not least <= value < 2**53:
+            raise ConfigError(f"{name}={shown(value)} must be at least {least:g}.")
+    for name, known in choices.items():
+        one_of(name, getattr(settings, name), known)
+    if settings.port > 65_535:
+        raise ConfigError(f"port={settings.port} must be at most 65535.")
+    if (settings.ssl_certfile is None) != (settings.ssl_keyfile is None):
+        raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither.")

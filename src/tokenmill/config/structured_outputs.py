@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from typing import Any
 
-from tokenmill.config.argument_types import check_keys, of_type
+from tokenmill.config.argument_types import check_keys, convert_fields
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
 BACKENDS = ("llguidance", "xgrammar")
@@ -32,9 +32,7 @@ class StructuredOutputsConfig:
     """Seconds that compiling one form may take; then its request is refused."""
 
     def __post_init__(self) -> None:
-        for name, annotation in get_type_hints(StructuredOutputsConfig).items():
-            value = of_type(f"{_NAME}.{name}", getattr(self, name), annotation)
-            object.__setattr__(self, name, value)
+        convert_fields(self, f"{_NAME}.")
         backend = _ALIASES.get(self.backend, self.backend)
         if backend not in BACKENDS:
             raise ConfigError(

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tokenmill.config.argument_types import one_of
 from tokenmill.core.queues import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
 from tokenmill.core.request import Request
-from tokenmill.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,4 @@ POLICIES = {
 
 def get_policy(name: str) -> SchedulingPolicy:
     """The policy called `name`; raises `ConfigError` if there is none."""
-    if name not in POLICIES:
-        raise ConfigError(
-            f"scheduling_policy={name!r} is not one of {', '.join(POLICIES)}."
-            f"{did_you_mean(name, POLICIES)}"
-        )
-    return POLICIES[name]
+    return POLICIES[one_of("scheduling_policy", name, POLICIES)]

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tokenmill.config.argument_types import one_of
 from tokenmill.config.engine_args import EngineArgs
-from tokenmill.errors import ConfigError, InvalidRequestError, did_you_mean
+from tokenmill.errors import ConfigError, InvalidRequestError
 from tokenmill.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -27,12 +28,8 @@ SOURCES = ("auto", "none")
 
 def generation_config(args: EngineArgs, from_model: Mapping[str, Any]) -> dict[str, Any]:
     """The model's generation config with the user's overrides laid over it, key by key."""
-    if args.generation_config not in SOURCES:
-        raise ConfigError(
-            f"generation_config={args.generation_config!r} is not one of: {', '.join(SOURCES)}."
-            f"{did_you_mean(args.generation_config, SOURCES)}"
-        )
-    merged = dict(from_model) if args.generation_config == "auto" else {}
+    source = one_of("generation_config", args.generation_config, SOURCES)
+    merged = dict(from_model) if source == "auto" else {}
     merged.update(args.override_generation_config)
     return merged
 

@@ -7,7 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from tokenmill.checkpoint.nested_config import VISION_ARCHITECTURES
-from tokenmill.config.parameters import one_of
+from tokenmill.config.argument_types import one_of
 from tokenmill.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tokenmill.config.argument_types import at_least, one_of
 from tokenmill.config.goals import parse_goals, parse_percentiles
-from tokenmill.config.parameters import at_least, one_of
 from tokenmill.errors import ConfigError, shown
 
 ROUTINGS = ("round_robin", "least_loaded", "prefix")

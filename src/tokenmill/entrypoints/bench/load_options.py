@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenmill.config.argument_types import at_least
 from tokenmill.config.goals import parse_goals, parse_percentiles
-from tokenmill.config.parameters import at_least
 from tokenmill.errors import ConfigError, did_you_mean, shown
 
 ENDPOINTS = ("completions", "chat")

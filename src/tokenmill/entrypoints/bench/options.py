@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from tokenmill.config.parameters import at_least
+from tokenmill.config.argument_types import at_least
 from tokenmill.errors import ConfigError, shown
 
 
