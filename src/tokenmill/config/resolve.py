@@ -13,7 +13,6 @@ from typing import Any
 
 from tokenmill.checkpoint.nested_config import with_overridden_parts
 from tokenmill.config.argument_types import at_least, one_of
-from tokenmill.config.argument_types import at_least, one_of
 from tokenmill.config.choices import Choices
 from tokenmill.config.device import (
     DEFAULTS,

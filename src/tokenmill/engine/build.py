@@ -17,7 +17,6 @@ from tokenmill.checkpoint.dummy import open_dummy
 from tokenmill.checkpoint.names import resolve_model
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.config.argument_types import one_of
-from tokenmill.config.argument_types import one_of
 from tokenmill.config.draft_model import DraftFiles
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig, Reason
