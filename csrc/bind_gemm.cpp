@@ -141,6 +141,10 @@ void bind_machine(nb::module_& module) {
     Unlocked unlocked;
     return measure_peak(source, repeats);
   });
+  module.def("measure_handover", [](int repeats) {
+    Unlocked unlocked;
+    return measure_handover(repeats);
+  });
 }
 
 void bind_packing(nb::module_& module) {

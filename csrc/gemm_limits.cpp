@@ -1,9 +1,11 @@
 #include "gemm_limits.h"
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "common.h"
@@ -104,6 +106,26 @@ double measure_peak(Multiplier multiplier, int repeats) {
   double sum = 0;
   for (double count : operations) sum += count;
   return sum / seconds;
+}
+
+double measure_handover(int repeats) {
+  if (num_threads() < 2) return 0.0;
+  constexpr int kTrips = 2000, kPolls = 4096;
+  alignas(kCacheLine) std::atomic<int> turn{0};
+  const auto answer = [&](int from, int to) {
+    for (int polls = 1; turn.load(std::memory_order_acquire) != from; ++polls)
+      if (polls % kPolls == 0) std::this_thread::yield();  // the other may wait for this processor
+    turn.store(to, std::memory_order_release);
+  };
+  const int rounds = repeats + 1;
+  std::thread other([&] {
+    for (int trip = 0; trip < rounds * kTrips; ++trip) answer(1, 0);
+  });
+  const double seconds = best_seconds(rounds, [&] {
+    for (int trip = 0; trip < kTrips; ++trip) answer(0, 1);
+  });
+  other.join();
+  return seconds / (2 * kTrips);
 }
 
 }  // namespace tokenmill

@@ -32,6 +32,11 @@ enum class Multiplier {
 // may not be used.
 double measure_peak(Multiplier multiplier, int repeats);
 
+// Seconds until a thread sees what another has written: half of a round trip of one cache line, the
+// best of `repeats` rounds. 0 if the pool has a single thread. In a virtual machine it tells whether
+// the host runs the processors near each other, which may change while it runs.
+double measure_handover(int repeats);
+
 // What the instruction sets provide: one thread's share of a round. The prefetch runs `ahead` bytes
 // ahead.
 void read_bytes_portable(const void* data, std::size_t num_bytes, std::size_t ahead);

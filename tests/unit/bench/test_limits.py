@@ -25,6 +25,18 @@ def test_our_kernels_are_measured_by_our_own_instructions():
     assert floats.measured_as.startswith("float32 with AVX")
 
 
+def test_the_way_of_a_cache_line_is_measured_between_two_threads():
+    limits = limits_of("cpu", "bfloat16")
+    with isas.active(native.active_isa()):
+        native.module().set_num_threads(2)
+        seconds = limits.handover()
+        assert seconds is not None
+        assert 1e-9 < seconds < 1
+        native.module().set_num_threads(1)
+        assert limits.handover() is None
+    assert TorchLimits("cpu", torch.float32).handover() is None
+
+
 @pytest.mark.parametrize(
     ("isa", "words"),
     [

@@ -1,7 +1,8 @@
 """What the machine can do at best, measured when it is asked for.
 
 Two numbers bound a step: how fast memory is read, on a buffer of the step's size (a small one may
-lie in a cache), and how many operations are done with operands near the units.
+lie in a cache), and how many operations are done with operands near the units. A third one tells
+two runs apart: how soon a thread sees what another has written.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class Limits(Protocol):
         """Multiplying with weights in `blocks` of 4 or 8 bits, or in the type of the model."""
         ...
 
+    def handover(self) -> float | None:
+        """Seconds for a cache line from one thread to another, or None if that was not measured."""
+        ...
+
 
 class NativeLimits:
     """A processor, with the threads and instructions of our own kernels."""
@@ -67,6 +72,9 @@ class NativeLimits:
     def peak(self, *, blocks: bool) -> Peak:
         name, measured_as = self._multiplier(blocks)
         return Peak(float(native.module().measure_peak(name, _PEAK_ROUNDS)), measured_as)
+
+    def handover(self) -> float | None:
+        return float(native.module().measure_handover(_ROUNDS)) or None
 
     def _multiplier(self, blocks: bool) -> tuple[str, str]:
         if native.active_isa() == "amx" and self._dense == "bf16":
@@ -97,6 +105,9 @@ class TorchLimits:
         seconds = self._best_seconds(lambda: a @ b)
         name = str(self._dtype).removeprefix("torch.")
         return Peak(2 * size**3 / seconds, f"torch product of {size} x {size} in {name}")
+
+    def handover(self) -> float | None:
+        return None
 
     def _best_seconds(self, call: Callable[[], object]) -> float:
         """Of one call. On an accelerator many are queued, so that it never waits for the host."""

@@ -102,6 +102,8 @@ class ServingReport:
     input_len: int
     output_len: int
     peak: Peak
+    handover_seconds: float | None
+    """A cache line's way from one thread to another; None if it was not measured."""
     phases: list[PhaseReport]
     seconds: float
     """Of the whole call."""
@@ -180,6 +182,7 @@ def _measure(
         input_len=options.input_len,
         output_len=options.output_len,
         peak=peak,
+        handover_seconds=limits.handover(),
         phases=[
             _phase_report(phase, steps, cost, limits, peak)
             for phase, steps in phases_of(chosen.steps).items()

@@ -31,6 +31,9 @@ def show_serving(console: Console, report: ServingReport) -> None:
     console.print(_phase_table(report.phases))
     for phase in report.phases:
         console.print(_limit_line(phase, report), style="dim")
+    if report.handover_seconds is not None:
+        nanoseconds = 1e9 * report.handover_seconds
+        console.print(f"a cache line passes between threads in {nanoseconds:.0f} ns", style="dim")
     for name, stages in report.profile.items():
         console.print(_profile_table(name, stages))
         if name in report.host_milliseconds:
