@@ -130,9 +130,9 @@ def llm_in_threads(path: Path | str, **settings: Any) -> Iterator[tuple[LLM, Ran
     """An `LLM` with these settings, one of which asks for several ranks."""
     threads = RankThreads()
     executor = partial(multiproc.MultiprocExecutor, start=threads.start)
-    with mock.patch.object(multiproc, "MultiprocExecutor", executor):
-        llm = LLM(str(path), device="cpu", enforce_eager=True, num_threads=1, **settings)
     try:
+        with mock.patch.object(multiproc, "MultiprocExecutor", executor):
+            llm = LLM(str(path), device="cpu", enforce_eager=True, num_threads=1, **settings)
         with llm:
             yield llm, threads
     finally:

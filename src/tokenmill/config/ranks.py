@@ -9,6 +9,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from tokenmill.checkpoint.nested_config import (
+    DECODER_ARCHITECTURE,
+    VISION_ARCHITECTURES,
+    is_of_tower,
+)
 from tokenmill.config.argument_types import at_least, one_of
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.machine import Machine
@@ -72,7 +77,7 @@ def resolve_parallel(
     if parallel.world_size == 1:
         return parallel
     _check_features(args, device)
-    _check_family(parameters.architecture, implementation, parallel)
+    _check_family(hf_config, parameters.architecture, implementation, parallel)
     _check_sizes(hf_config, parameters, parallel)
     return parallel
 
@@ -183,7 +188,9 @@ def _check_features(args: EngineArgs, device: str) -> None:
         )
 
 
-def _check_family(architecture: str, implementation: str, parallel: ParallelConfig) -> None:
+def _check_family(
+    hf_config: Mapping[str, Any], architecture: str, implementation: str, parallel: ParallelConfig
+) -> None:
     """Whether the model's code can be divided."""
     sizes = {
         "tensor_parallel_size": parallel.tensor_parallel_size,
@@ -195,7 +202,7 @@ def _check_family(architecture: str, implementation: str, parallel: ParallelConf
             f"{setting}: {architecture} runs on the code of {implementation}, which is not divided"
             f" here. Set {setting.partition('=')[0]}=1."
         )
-    decoder = _decoder(architecture)
+    decoder = _decoder(hf_config, architecture)
     if decoder in DIVIDED:
         return
     if decoder in WHOLE_LAYERS:
@@ -209,8 +216,12 @@ def _check_family(architecture: str, implementation: str, parallel: ParallelConf
     raise ConfigError(f"{setting}: {architecture} cannot be divided: {why}. {remedy}")
 
 
-def _decoder(architecture: str) -> str:
-    """What a model without a head for tokens, or with one for classes, is otherwise."""
+def _decoder(hf_config: Mapping[str, Any], architecture: str) -> str:
+    """What a model without a head for tokens, or with one for classes, or beside a tower, is
+    otherwise.
+    """
+    if architecture in VISION_ARCHITECTURES:
+        return str(hf_config.get(DECODER_ARCHITECTURE))
     for ending in _OTHER_ENDINGS:
         if architecture.endswith(ending) and architecture not in UNDIVIDED:
             return architecture.removesuffix(ending) + "ForCausalLM"
@@ -334,20 +345,26 @@ def rank_share(
 def _of_stage(
     shapes: Mapping[str, tuple[int, ...]], num_layers: int, stage: int, num_stages: int
 ) -> dict[str, tuple[int, ...]]:
-    """Tensors of one stage. The embedding may be the head, too: the last stage counts it."""
+    """Tensors of one stage. The embedding may be the head, too: the last stage counts it. A tower
+    is in the first.
+    """
     layers = stage_layers(num_layers, stage, num_stages)
-    return {
-        name: shape
-        for name, shape in shapes.items()
-        if ((found := _LAYER.search(name)) is not None and int(found[1]) in layers)
-        or (found is None and stage in (0, num_stages - 1))
-    }
+
+    def is_here(name: str) -> bool:
+        found = _LAYER.search(name)
+        if is_of_tower(name):
+            return stage == 0
+        return stage in (0, num_stages - 1) if found is None else int(found[1]) in layers
+
+    return {name: shape for name, shape in shapes.items() if is_here(name)}
 
 
 def _divided(
     name: str, shape: tuple[int, ...], tp_size: int, parameters: ModelParameters
 ) -> tuple[int, ...]:
-    """What one rank of a stage has of a tensor."""
+    """What one rank of a stage has of a tensor; of a tower, all."""
+    if is_of_tower(name):
+        return shape
     module = name.rpartition(".")[0].rpartition(".")[2]
     if module in _BY_ROWS:
         # Of keys and values a rank has one head at least.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
+from tokenmill.checkpoint.nested_config import is_of_tower
 from tokenmill.checkpoint.read_ahead import ReadAhead
 from tokenmill.config.engine_config import ModelConfig
 from tokenmill.config.parameters import read_parameters
@@ -83,7 +84,7 @@ def load_model(
     sizes = read_parameters(hf_config)
     if pooling is not None and (layers is None or layers.stop == sizes.num_layers):
         add_head(model, sizes.hidden_size, len(pooling.labels))
-    slots = [replace(slot, name=slot.name.removeprefix(prefix)) for slot in weight_slots(model)]
+    slots = _own_slots(model, prefix, layers)
     skipped = {HEAD} if hf_config["tie_word_embeddings"] else set()
     skipped |= getattr(family, "unused_tensors", frozenset())
     if layers is not None:
@@ -96,6 +97,14 @@ def load_model(
     fill(slots, checkpoint, on_progress)
     model.eval()
     return model
+
+
+def _own_slots(model: nn.Module, prefix: str, layers: range | None) -> list[WeightSlot]:
+    """Without the tower's where it is not filled: images are encoded in the first stage."""
+    slots = [replace(slot, name=slot.name.removeprefix(prefix)) for slot in weight_slots(model)]
+    if layers is None or not layers.start:
+        return slots
+    return [slot for slot in slots if not is_of_tower(slot.name)]
 
 
 def outline(model_config: ModelConfig, kernels: LayerKernels) -> CausalLM:

@@ -30,10 +30,11 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
 
     def add_tower(self, hf_config: Mapping[str, Any], parts: TowerParts) -> None:
         super().add_tower(hf_config, parts)
-        if len(self.visual.levels) > len(self.model.layers):
+        if self.model.is_first_rank and len(self.visual.levels) > len(self.model.layers):
             raise ConfigError(
                 f"config.json: deepstack_visual_indexes has {len(self.visual.levels)} layers, more"
-                f" than the decoder's {len(self.model.layers)}."
+                f" than the {len(self.model.layers)} of the decoder, or of its first stage with"
+                f" pipeline_parallel_size."
             )
 
     def forward(
@@ -60,5 +61,8 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
             if index < len(levels):
                 assert residual is not None
                 residual[rows] += levels[index][rows]
+        if not self.model.is_last_rank:
+            assert residual is not None
+            return {"hidden_states": x, "residual": residual}
         norm = self.model.get_submodule(self.model.norm_name)
         return norm(x, residual)[0]  # type: ignore[no-any-return]

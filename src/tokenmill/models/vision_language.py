@@ -8,6 +8,7 @@ ever, and adapters, quantised weights and recorded steps know no difference.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.layers.kernels import LayerKernels, layer_kernels, tower_kernels
 from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts
+from tokenmill.models.loader import EmptyTensorsOnMeta
 from tokenmill.models.registry import get_model_class
 from tokenmill.models.vision.blocks import TowerParts
 
@@ -38,7 +40,9 @@ class VisionLanguageModel(Decoder):
         """Parameters are allocated, not filled; `settings` are those of `Decoder`."""
         kernels = kernels or layer_kernels(dtype)
         super().__init__(hf_config, dtype=dtype, kernels=kernels, **settings)
-        self.add_tower(hf_config, TowerParts(dtype, tower_kernels(kernels, dtype)))
+        # Other stages of a pipeline encode nothing, but know what the tower makes of an image.
+        with nullcontext() if self.model.is_first_rank else EmptyTensorsOnMeta():
+            self.add_tower(hf_config, TowerParts(dtype, tower_kernels(kernels, dtype)))
 
     @classmethod
     def read_config(cls, hf_config: Mapping[str, Any]) -> DecoderConfig:

@@ -24,7 +24,6 @@ from tokenmill.worker.draft_model import make_draft_runner
 from tokenmill.worker.graphs.cpu import record
 from tokenmill.worker.graphs.decode import record_decode_steps
 from tokenmill.worker.graphs.forward import checked
-from tokenmill.worker.inputs.multimodal import multimodal_inputs
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
 from tokenmill.worker.pooling.build import build_pooling_worker
@@ -73,7 +72,7 @@ def build_worker(
         ranks.wrapped(config, model, kernels),
         groups,
         limits,
-        inputs=ranks.inputs(cache, limits) or multimodal_inputs(config, model, limits, groups),
+        inputs=ranks.inputs(config, model, cache, limits),
         sampler=Sampler(mode=LogprobsMode.named(config.sampling.logprobs_mode)),
         row_params=build_row_params(config),
         adapters=build_adapters(config, model),

@@ -73,6 +73,9 @@ class RowItems:
         """By row."""
         self._pending: set[int] = set()
         """Rows that are not known to be behind their items."""
+        self.are_embedded = True
+        """Whether this rank encodes items, and puts embeddings in their places; False in stages of
+        a pipeline behind the first, which only have to know of their positions."""
 
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences; once for each plan, in order."""
@@ -109,8 +112,9 @@ class RowItems:
         for items, chunk in chunks:
             if items.positions is not None:
                 self._place(items.positions, chunk, tensors.positions)
-        embeds = self._embedder.embed(tensors.input_ids, [chunk for _, chunk in chunks])
-        runs = self._runs(batch, [chunk for _, chunk in chunks]) if self._is_bidirectional else None
+        parts = [chunk for _, chunk in chunks]
+        embeds = self._embedder.embed(tensors.input_ids, parts) if self.are_embedded else None
+        runs = self._runs(batch, parts) if self._is_bidirectional else None
         return replace(tensors, inputs_embeds=embeds, item_runs=runs)
 
     def _enter(self, request: NewRequestData) -> _Items:

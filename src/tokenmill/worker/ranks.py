@@ -22,6 +22,7 @@ from tokenmill.parallel.links import StageLinks
 from tokenmill.worker.group_worker import GroupWorker
 from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.inputs.host import HostInputs
+from tokenmill.worker.inputs.multimodal import multimodal_inputs
 from tokenmill.worker.inputs.protocol import StepInputs
 from tokenmill.worker.kv_groups import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
@@ -49,9 +50,11 @@ class OneRank:
         """The pool, with the layers that are here."""
         return cache
 
-    def inputs(self, cache: KVCacheConfig, limits: RunnerLimits) -> StepInputs | None:
+    def inputs(
+        self, config: EngineConfig, model: CausalLM, cache: KVCacheConfig, limits: RunnerLimits
+    ) -> StepInputs | None:
         """What prepares steps, where that is not the runner's choice."""
-        return None
+        return multimodal_inputs(config, model, limits, len(cache.groups))
 
     def wrapped(self, config: EngineConfig, model: CausalLM, kernels: LayerKernels) -> CausalLM:
         """What the runner runs."""
@@ -131,8 +134,14 @@ class StageRanks(GroupRanks):
         )
         return dataclasses.replace(cache, groups=groups)
 
-    def inputs(self, cache: KVCacheConfig, limits: RunnerLimits) -> StepInputs:
+    def inputs(
+        self, config: EngineConfig, model: CausalLM, cache: KVCacheConfig, limits: RunnerLimits
+    ) -> StepInputs:
         """With block tables for groups of which no layer is here, too: plans have them."""
+        with_items = multimodal_inputs(config, model, limits, len(cache.groups))
+        if with_items is not None:
+            with_items.items.are_embedded = self.place.is_first_stage
+            return with_items
         return HostInputs(limits.make_rows(len(cache.groups)), limits.max_num_batched_tokens)
 
     def wrapped(self, config: EngineConfig, model: CausalLM, kernels: LayerKernels) -> StageModel:

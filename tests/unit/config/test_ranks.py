@@ -48,14 +48,17 @@ SHAPES = {
 
 
 def settled(
-    config: dict[str, Any] | None = None, machine: Machine = MACHINE, **settings: Any
+    config: dict[str, Any] | None = None,
+    machine: Machine = MACHINE,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+    **settings: Any,
 ) -> EngineConfig:
     return resolve(
         EngineArgs(model="m", device="cpu", **settings),
         path="m",
         config=CONFIG | (config or {}),
-        tensor_shapes=SHAPES,
-        tensor_formats=dict.fromkeys(SHAPES, "BF16"),
+        tensor_shapes=shapes,
+        tensor_formats=dict.fromkeys(shapes, "BF16"),
         machine=machine,
     )
 
@@ -248,6 +251,22 @@ def test_places() -> None:
     assert not ParallelConfig(tensor_parallel_size=2).uses_process_group(has_native_kernels=True)
     assert ParallelConfig(tensor_parallel_size=2).uses_process_group(has_native_kernels=False)
     assert [list(stage_layers(5, stage, 2)) for stage in range(2)] == [[0, 1], [2, 3, 4]]
+
+
+def test_a_tower_is_whole_and_in_the_first_stage() -> None:
+    tower = {"vision_tower.layers.3.q_proj.weight": (4096, 4096)}
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "decoder_architecture": "LlamaForCausalLM",
+        "vision_config": {},
+    }
+
+    def weights(shapes: dict[str, tuple[int, ...]], **sizes: int) -> int:
+        return settled(config, shapes=shapes, **sizes).ledger.weights
+
+    for sizes in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        more = weights(SHAPES | tower, **sizes) - weights(SHAPES, **sizes)
+        assert more == 4096 * 4096 * 2
 
 
 @pytest.mark.parametrize("ending", ["Model", "ForSequenceClassification"])

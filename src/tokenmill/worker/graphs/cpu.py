@@ -104,14 +104,27 @@ class RecordedForward:
     def run(
         self, tensors: BatchTensors, attn_metadata: Mapping[str, AttentionMetadata]
     ) -> torch.Tensor:
-        if tensors.inputs_embeds is not None:  # the recording begins with ids
+        given, num_tokens = tensors.inputs_embeds, tensors.shape.num_tokens
+        if given is not None and not self._begins_with(given, tensors):
             return self._direct.run(tensors, attn_metadata)
-        num_tokens = tensors.shape.num_tokens
         self.stats.num_replayed += 1
         if self._embeds is not None:
-            self._embeds[:num_tokens] = self._model.embed_input_ids(tensors.input_ids)
+            if given is None:
+                given = self._model.embed_input_ids(tensors.input_ids)
+            self._embeds[:num_tokens] = given
         self.program.replay(num_tokens)
         return self.hidden_states[:num_tokens]
+
+    def _begins_with(self, embeds: torch.Tensor, tensors: BatchTensors) -> bool:
+        """Whether the recording has a place for a step's embeddings, and the step asks for nothing
+        else that is not recorded.
+        """
+        place = self._embeds
+        return (
+            place is not None
+            and tensors.item_runs is None
+            and (place.dtype, place.shape[1]) == (embeds.dtype, embeds.shape[1])
+        )
 
 
 class RecordedHead:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.models.base import CausalLM
 from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch
-from tokenmill.worker.groups import AttentionGroup, num_kv_groups
 from tokenmill.worker.inputs.host import HostInputs
 from tokenmill.worker.items import RowItems
 from tokenmill.worker.limits import RunnerLimits
@@ -56,15 +53,14 @@ def multimodal_inputs(
     config: EngineConfig,
     model: CausalLM,
     limits: RunnerLimits,
-    attention_groups: Sequence[AttentionGroup],
+    num_kv_groups: int,
 ) -> MultiModalInputs | None:
     """How the steps of a model that takes images are prepared; None for others."""
     if config.encoder is None:
         return None
-    rows = limits.make_rows(num_kv_groups(attention_groups))
     return MultiModalInputs(
         model,
-        rows,
+        limits.make_rows(num_kv_groups),
         limits.max_num_batched_tokens,
         is_bidirectional=config.encoder.is_bidirectional,
     )

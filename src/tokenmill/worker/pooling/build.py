@@ -43,7 +43,7 @@ def build_pooling_worker(
         bind_attention(config, model, own_part, torch.device(config.device)),
         limits,
         pooler=Pooler(pooling, model),
-        inputs=ranks.inputs(cache, limits),
+        inputs=ranks.inputs(config, model, cache, limits),
         adapters=build_adapters(config, model),
     )
     if pooling.is_causal and config.graphs != "off" and uses_native_kernels(config.model.dtype):
