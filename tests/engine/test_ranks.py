@@ -164,7 +164,7 @@ def deep_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_stages_have_the_bits_of_one_process(deep_llama: Path) -> None:
-    with engine(deep_llama, pipeline_parallel_size=2) as llm:
+    with engine(deep_llama, pipeline_parallel_size=2, check_graphs=True) as llm:
         found = check_equality(llm)
     with engine(deep_llama) as llm:
         assert found == results(llm.generate(*requests(), use_tqdm=False))
