@@ -12,7 +12,6 @@ from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.features.kv_transfer.build import build_kv_transfer
 from tokenmill.features.lora.build import build_adapters
-from tokenmill.features.spec.build import build_drafter
 from tokenmill.kernels import native
 from tokenmill.layers.kernels import layer_kernels, uses_native_kernels
 from tokenmill.models.loader import load_model
@@ -20,12 +19,11 @@ from tokenmill.quantization.packed_blocks import Quantization
 from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.worker.bind import bind_attention
-from tokenmill.worker.draft_model import make_draft_runner
+from tokenmill.worker.draft_head import make_drafter, runner_kind
 from tokenmill.worker.graphs.cpu import record
 from tokenmill.worker.graphs.decode import record_decode_steps
 from tokenmill.worker.graphs.forward import checked
 from tokenmill.worker.limits import RunnerLimits
-from tokenmill.worker.model_runner import ModelRunner
 from tokenmill.worker.pooling.build import build_pooling_worker
 from tokenmill.worker.ranks import ONE_RANK, OneRank
 from tokenmill.worker.row_params import build_row_params
@@ -68,7 +66,7 @@ def build_worker(
     own_part = ranks.own_part(cache, model)
     groups = bind_attention(config, model, own_part, torch.device(config.device))
     runner = ranks.make_runner(
-        ModelRunner,
+        runner_kind(config),
         ranks.wrapped(config, model, kernels),
         groups,
         limits,
@@ -76,7 +74,7 @@ def build_worker(
         sampler=Sampler(mode=LogprobsMode.named(config.sampling.logprobs_mode)),
         row_params=build_row_params(config),
         adapters=build_adapters(config, model),
-        drafter=build_drafter(config, lambda: make_draft_runner(config, cache)),
+        drafter=make_drafter(config, model, cache),
     )
     if config.graphs != "off" and uses_native_kernels(config.model.dtype):
         runner.capture(checked(record) if config.graphs == "check" else record)
