@@ -225,7 +225,6 @@ FAMILIES = [
                 "original_max_position_embeddings": 64,
             },
         },
-        runs_on_gpu=False,
         gguf="gpt-oss",
     ),
     Family(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tokenmill.errors import ConfigError
-from tokenmill.kernels.experts import ClampedGate, Routing
+from tokenmill.kernels.experts import Routing
 from tokenmill.kernels.gpu import moe_routing
 from tokenmill.kernels.gpu.moe import MoeBuffers, experts_mlp
 from tokenmill.layers.experts import ExpertShape
@@ -32,23 +32,18 @@ class ExpertPlace:
 
 
 class GpuExperts(nn.Module):
-    """Plain weights in the activations' dtype."""
+    """Plain weights in the activations' dtype, and float32 biases."""
 
-    gate_up_bias = None
-    down_bias = None
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
 
     def __init__(self, shape: ExpertShape, kernels: GpuKernels) -> None:
         """Raises `ConfigError` for what has no kernel."""
         super().__init__()
-        if shape.has_bias or isinstance(shape.gate, ClampedGate):
-            what = "experts with biases or clamped gates"
-        elif kernels.weight_format != "plain":
-            what = f"experts with quantization={kernels.weight_format!r}"
-        else:
-            what = ""
-        if what:
+        if kernels.weight_format != "plain":
             raise ConfigError(
-                f"There is no kernel for a GPU yet for {what}. Run this model with device='cpu'."
+                f"There is no kernel for a GPU yet for experts with"
+                f" quantization={kernels.weight_format!r}. Run this model with device='cpu'."
             )
         self.shape = shape
         sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size
@@ -57,6 +52,8 @@ class GpuExperts(nn.Module):
                 sizes[0], 2 * sizes[2], sizes[1], dtype=shape.dtype
             )
             self.down_weight = empty_parameter(*sizes, dtype=shape.dtype)
+            self.gate_up_bias = _bias(shape, 2 * shape.intermediate_size)
+            self.down_bias = _bias(shape, shape.hidden_size)
 
     @property
     def gate_up(self) -> Sequence[WeightPlace]:
@@ -77,12 +74,27 @@ class GpuExperts(nn.Module):
         base: torch.Tensor | None,
     ) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
-        assert not isinstance(self.shape.gate, ClampedGate)
         gate_up, down = self.gate_up_weight, self.down_weight
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        buffers = MoeBuffers.allocate(x, gate_up, down, chosen.shape[1])
-        experts_mlp(x, gate_up, down, chosen, weights, out, buffers, gate=self.shape.gate)
+        experts_mlp(
+            x,
+            gate_up,
+            down,
+            chosen,
+            weights,
+            out,
+            MoeBuffers.allocate(x, gate_up, down, chosen.shape[1]),
+            gate=self.shape.gate,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+        )
         return out if base is None else out + base
+
+
+def _bias(shape: ExpertShape, size: int) -> torch.Tensor | None:
+    if not shape.has_bias:
+        return None
+    return empty_parameter(shape.num_experts, size, dtype=torch.float32)
 
 
 def route(

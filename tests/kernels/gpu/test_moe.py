@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tokenmill.kernels.experts import ClampedGate
 from tokenmill.kernels.gpu.moe import (
     MOE_LARGE,
     MOE_TILES,
@@ -144,6 +145,26 @@ def layer(
     chosen = random_experts(num_tokens, 2, 4, device, num_padded=num_padded)
     moved = [tensor.to(dtype).to(device) for tensor in (x, gate_up, down)]
     return *moved, chosen, torch.rand(num_tokens, 2, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_with_biases_and_clamped_gates(dtype: torch.dtype, device: str) -> None:
+    x, gate_up, down, chosen, weights = layer(9, device, dtype, 2)
+    extras = {
+        "gate": ClampedGate(alpha=1.7, limit=0.8),
+        "gate_up_bias": torch.randn(4, 80, device=device),
+        "down_bias": torch.randn(4, 64, device=device).bfloat16(),
+    }
+    out, wanted = torch.full_like(x, torch.nan), torch.empty_like(x)
+    buffers = MoeBuffers.allocate(x, gate_up, down, 2)
+    for tensor in (buffers.gate_up, buffers.activated, buffers.down):
+        tensor.fill_(torch.nan)
+    experts_mlp(x, gate_up, down, chosen, weights, out, buffers, **extras)
+    experts_mlp_reference(x, gate_up, down, chosen, weights, wanted, **extras)
+    torch.testing.assert_close(out, wanted, rtol=2**-5, atol=2**-7)
+    without = torch.empty_like(x)
+    experts_mlp_reference(x, gate_up, down, chosen, weights, without)
+    assert (wanted[:7] - without[:7]).abs().amax(-1).min() > 0.1, "they matter"
 
 
 def test_a_token_has_the_same_bits_among_others(device: str) -> None:

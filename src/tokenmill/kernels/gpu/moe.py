@@ -1,9 +1,9 @@
 """A layer of experts: each token's top k of them, computed by expert, summed by token.
 
     align      (token, expert) pairs sorted by expert, and the tiles that cover each expert's rows
-    gate_up    grouped product: rows of x with each expert's weight [2 * I, H]
-    activate   silu(gate) * up
-    down       grouped product with each expert's weight [H, I]
+    gate_up    grouped product: rows of x with each expert's weight [2 * I, H], plus its bias
+    activate   such as silu(gate) * up
+    down       grouped product with each expert's weight [H, I], plus its bias
     combine    out[token] = sum over its k pairs, in their order, of weight * row
 
 Nothing is padded and nothing is read on the host: buffers and grids are as large as the pairs could
@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
 
-from tokenmill.kernels.activation import Gate
-from tokenmill.kernels.gpu.activation import gated_activation
+from tokenmill.kernels.experts import ExpertGate
+from tokenmill.kernels.gpu.activation import gated_activation, gated_activation_reference
 from tokenmill.kernels.gpu.dot import dot
 from tokenmill.kernels.gpu.gemm_tiles import tile_of_program
 from tokenmill.kernels.gpu.launch import CompileCase, cdiv, define_op
@@ -65,15 +64,17 @@ def grouped_matmul(
     order: ExpertOrder,
     out: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
     pairs_per_token: int | None = None,
     tile: MoeTile | None = None,
 ) -> None:
-    """Multiply each row with its expert's weight: out[row] = x[source] @ weight[expert].T.
+    """Multiply each row with its expert's weight: out[row] = x[source] @ weight[expert].T + bias.
 
-    weight is [num_experts, N, K], out [num_tokens * k, N] in the order's rows. With
-    `pairs_per_token`, k, x is [num_tokens, K] and a row's source its token; else x is
-    [num_tokens * k, K] in the order's rows itself. x and weight are of one type and contiguous; out
-    is bfloat16, float16 or float32. Rows behind the last pair's are not written.
+    weight is [num_experts, N, K], bias [num_experts, N], out [num_tokens * k, N] in the order's
+    rows. With `pairs_per_token`, k, x is [num_tokens, K] and a row's source its token; else x is
+    [num_tokens * k, K] in the order's rows itself. x and weight are of one type, all are
+    contiguous; bias and out are bfloat16, float16 or float32. Sums are float32, rounded once, after
+    the bias. Rows behind the last pair's are not written.
     """
     num_rows, (num_experts, num_columns, depth) = len(order.pair_of_row), weight.shape
     tile = tile or choose_moe_tile(num_rows, num_experts)
@@ -82,12 +83,14 @@ def grouped_matmul(
     assert x.shape == (num_rows // (pairs_per_token or 1), depth)
     assert out.shape == (num_rows, num_columns)
     assert all(t.is_contiguous() for t in (x, weight, out))
+    assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
     num_tiles = order.tiles.shape[1]
     if num_tiles == 0 or num_columns == 0:
         return
     _grouped_matmul_kernel[(num_tiles * cdiv(num_columns, tile.block_n),)](
         x,
         weight,
+        bias,
         order.pair_of_row,
         order.tiles,
         out,
@@ -168,18 +171,21 @@ def experts_mlp(
     out: torch.Tensor,
     buffers: MoeBuffers,
     *,
-    gate: Gate = "silu",
+    gate: ExpertGate = "silu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
 ) -> None:
     """A whole layer: out[t] = sum of weight_of_pair[t, i] * mlp(x[t], expert_of_pair[t, i]).
 
-    x and out are [num_tokens, H], gate_up [num_experts, 2 * I, H], down [num_experts, H, I],
-    expert_of_pair int32 and weight_of_pair float32 [num_tokens, k].
+    x and out are [num_tokens, H], gate_up [num_experts, 2 * I, H], down [num_experts, H, I], biases
+    [num_experts, 2 * I] and [num_experts, H], expert_of_pair int32 and weight_of_pair float32
+    [num_tokens, k].
     """
     k = expert_of_pair.shape[1]
     align_experts(expert_of_pair, buffers.order)
-    grouped_matmul(x, gate_up, buffers.order, buffers.gate_up, pairs_per_token=k)
+    grouped_matmul(x, gate_up, buffers.order, buffers.gate_up, bias=gate_up_bias, pairs_per_token=k)
     gated_activation(buffers.gate_up, gate, buffers.activated)
-    grouped_matmul(buffers.activated, down, buffers.order, buffers.down)
+    grouped_matmul(buffers.activated, down, buffers.order, buffers.down, bias=down_bias)
     combine_experts(buffers.down, weight_of_pair, buffers.order, out)
 
 
@@ -190,16 +196,29 @@ def experts_mlp_reference(
     expert_of_pair: torch.Tensor,
     weight_of_pair: torch.Tensor,
     out: torch.Tensor,
+    *,
+    gate: ExpertGate = "silu",
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
 ) -> None:
-    """`experts_mlp` token by token, in float64."""
+    """`experts_mlp` token by token, products in float64."""
+
+    def product(
+        weight: torch.Tensor, bias: torch.Tensor | None, expert: int, values: torch.Tensor
+    ) -> torch.Tensor:
+        result = weight[expert].double() @ values.double()
+        return result if bias is None else result + bias[expert].double()
+
     for token, (experts, weights) in enumerate(
         zip(expert_of_pair.tolist(), weight_of_pair.tolist(), strict=True)
     ):
         total = torch.zeros(out.shape[1], dtype=torch.float64, device=out.device)
         for expert, weight in zip(experts, weights, strict=True):
             if expert >= 0:
-                gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-                total += weight * (down[expert].double() @ (functional.silu(gate) * up))
+                both = product(gate_up, gate_up_bias, expert, x[token])
+                activated = both.new_empty(1, len(both) // 2)
+                gated_activation_reference(both[None], gate, activated)
+                total += weight * product(down, down_bias, expert, activated[0])
         out[token] = total.to(out.dtype)
 
 
@@ -207,6 +226,7 @@ def experts_mlp_reference(
 def _grouped_matmul_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     pair_of_row: tl.tensor,
     tiles: tl.tensor,
     out: tl.tensor,
@@ -244,6 +264,9 @@ def _grouped_matmul_kernel(
                 x_tile = tl.load(x_rows + k, mask=inside, other=0.0)
                 weight_tile = tl.load(weight_rows + k, mask=inside, other=0.0)
             total = dot(weight_tile, tl.trans(x_tile), total)
+        if bias is not None:
+            biases = bias + expert.to(tl.int64) * num_columns + column_index
+            total += tl.load(biases).to(tl.float32)[:, None]
         offsets = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
         mask = (rows < end)[:, None] & (columns < num_columns)[None, :]
         tl.store(out + offsets, tl.trans(total).to(out.dtype.element_ty), mask=mask)
@@ -298,6 +321,7 @@ def compile_cases() -> list[CompileCase]:
     tiles = [*(tile for _, tile in MOE_TILES), MOE_LARGE]
     return [
         *(_product_case(tile, k) for tile in tiles for k in (0, 8)),
+        *(_product_case(tile, 4, has_bias=True) for tile in tiles),
         CompileCase(
             "moe combine",
             _combine_kernel,
@@ -313,9 +337,10 @@ def compile_cases() -> list[CompileCase]:
     ]
 
 
-def _product_case(tile: MoeTile, pairs_per_token: int) -> CompileCase:
+def _product_case(tile: MoeTile, pairs_per_token: int, *, has_bias: bool = False) -> CompileCase:
+    name = f"moe product {tile.block_m}x{tile.block_n}{' of tokens' if pairs_per_token else ''}"
     return CompileCase(
-        f"moe product {tile.block_m}x{tile.block_n}{' of tokens' if pairs_per_token else ''}",
+        name + " with bias" * has_bias,
         _grouped_matmul_kernel,
         {
             "x": "*bf16",
@@ -326,8 +351,10 @@ def _product_case(tile: MoeTile, pairs_per_token: int) -> CompileCase:
             "num_tiles": "i32",
             "num_columns": "i32:16",
             "depth": "i32:16",
+            **({"bias": "*fp32"} if has_bias else {}),
         },
         {
+            **({} if has_bias else {"bias": None}),
             "PAIRS_PER_TOKEN": pairs_per_token,
             "EVEN": True,
             "BLOCK_M": tile.block_m,
