@@ -34,6 +34,8 @@ _TOWER: dict[str, Any] = {
     "patch_size": 7,
     "initializer_range": 0.15,
 }
+_GRIDS = [[30, 60], [60, 30], [60, 60], [30, 90]]
+"""Resolutions of tiles."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ VISION_FAMILIES = [
         special_tokens=("<image>",),
         images="a square of the tower's size (CLIP: cut from the middle; SigLIP: squeezed)",
         decoders="Llama, Mistral, Qwen2",
-        not_supported="LLaVA-NeXT, LLaVA-OneVision, video",
+        not_supported="video",
     ),
     VisionFamily(
         name="llava-siglip",
@@ -146,6 +148,45 @@ VISION_FAMILIES = [
         special_tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         images="their shape, up to the model's bound; one token for a patch, and one for a row",
         decoders="Mistral",
+    ),
+    VisionFamily(
+        name="llava-next",
+        models="LLaVA-NeXT (1.6)",
+        architecture="LlavaNextForConditionalGeneration",
+        config_class="LlavaNextConfig",
+        tower={**_TOWER, "model_type": "clip_vision_model"},
+        decoder={"model_type": "mistral", "head_dim": 64, "sliding_window": None},
+        more={"image_token_index": IMAGE_TOKEN, "image_grid_pinpoints": _GRIDS},
+        processor="llava_next.image_processing_pil_llava_next:LlavaNextImageProcessorPil",
+        preprocessor={
+            "size": {"shortest_edge": 30},
+            "crop_size": {"height": 30, "width": 30},
+            "image_grid_pinpoints": _GRIDS,
+        },
+        special_tokens=("<image>",),
+        images="the whole image in a tile, and tiles of it in one of the model's resolutions, with"
+        " a token at each row's end",
+        decoders="Llama, Mistral, Qwen2",
+    ),
+    VisionFamily(
+        name="llava-onevision",
+        models="LLaVA-OneVision",
+        architecture="LlavaOnevisionForConditionalGeneration",
+        config_class="LlavaOnevisionConfig",
+        tower={**_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
+        decoder={"model_type": "qwen2"},
+        more={
+            "image_token_index": IMAGE_TOKEN,
+            "image_grid_pinpoints": _GRIDS,
+            "vision_aspect_ratio": "anyres_max_2",
+        },
+        processor="llava_onevision.image_processing_pil_llava_onevision"
+        ":LlavaOnevisionImageProcessorPil",
+        preprocessor={"size": {"height": 30, "width": 30}, "image_grid_pinpoints": _GRIDS},
+        special_tokens=("<image>",),
+        images="as LLaVA-NeXT, scaled down where tokens are too many; each as if it was alone",
+        decoders="Qwen2, Llama",
+        not_supported="video",
     ),
     VisionFamily(
         name="mistral3",

@@ -33,6 +33,8 @@ from tokenmill.models.base import SupportsMultiModal
 from tokenmill.models.loader import load_model
 
 PROMPT = "The quick brown fox"
+TILED = ("LlavaNext", "LlavaOnevision")
+"""Beginnings of architectures whose tiles have a dimension of their own."""
 
 
 def family_of(name: str) -> VisionFamily:
@@ -153,7 +155,8 @@ def reference_logits(name: str, ids: list[int], images: Sequence[Image.Image]) -
         each = [reference_processor(name)(image, return_tensors="pt") for image in images]
         for key in ("pixel_values", "image_grid_thw", "image_sizes"):
             if key in each[0]:
-                inputs[key] = _joined([torch.as_tensor(one[key]) for one in each])
+                is_tiled = family_of(name).architecture.startswith(TILED)
+                inputs[key] = _joined([torch.as_tensor(one[key]) for one in each], is_tiled)
     ids = torch.tensor([ids])
     is_image = (ids == reference(name).config.image_token_id).int()
     if "image_grid_thw" in inputs:
@@ -164,8 +167,12 @@ def reference_logits(name: str, ids: list[int], images: Sequence[Image.Image]) -
     return found
 
 
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _joined(tensors: list[torch.Tensor], is_tiled: bool) -> torch.Tensor:
     """Images behind one another; smaller ones are filled up with zeros, as processors do."""
+    if is_tiled and tensors[0].ndim == 5:  # [images, tiles, channels, height, width]
+        most = max(each.shape[1] for each in tensors)
+        filled = [functional.pad(each, (*[0] * 7, most - each.shape[1])) for each in tensors]
+        return torch.cat(filled)
     if tensors[0].ndim == 5:  # [prompts, images, channels, height, width]
         return torch.cat(tensors, dim=1)
     edges = [max(tensor.shape[axis] for tensor in tensors) for axis in (-2, -1)]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from helpers.models import PagedRun
@@ -237,6 +238,9 @@ def edited(tmp_path: Path, name: str, **changes: object) -> Path:
         ("qwen3-vl", {"vision_config": {"num_position_embeddings": 26}}, "26 is no square"),
         ("qwen3-vl", {"text_config": {"num_hidden_layers": 1}}, "more than the decoder's 1"),
         ("smolvlm", {"scale_factor": 3}, "not a multiple of scale_factor=3"),
+        ("llava-next", {"vision_feature_select_strategy": "full"}, "a state for each patch"),
+        ("llava-onevision", {"vision_feature_select_strategy": "default"}, "'full' for SigLIP"),
+        ("llava-next", {"vision_config": {"model_type": "pixtral"}}, "LLaVA is not supported"),
         ("gemma3", {"mm_tokens_per_image": 8}, "mm_tokens_per_image=8 must be a square"),
         ("gemma3", {"mm_tokens_per_image": 16}, "divides the tower's 6 patches an edge"),
         ("smolvlm", {"vision_config": {"num_attention_heads": 5}}, "5 heads, which do not divide"),
@@ -299,6 +303,31 @@ def test_what_a_config_leaves_out_is_the_library_s_default(tmp_path: Path) -> No
     assert found["vision_config"]["image_size"] == 336
     assert found["image_token_id"] == 32000
     assert found["decoder_architecture"] == "LlamaForCausalLM"
+
+
+def test_what_a_config_of_llava_onevision_leaves_out(tmp_path: Path) -> None:
+    path = edited(tmp_path, "llava-onevision")
+    (path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlavaOnevisionForConditionalGeneration"],
+                "text_config": {"model_type": "qwen2"},
+                "image_grid_pinpoints": None,
+            }
+        )
+    )
+    found = open_checkpoint(path).config
+    theirs = transformers.LlavaOnevisionConfig()
+    for key in (
+        "image_grid_pinpoints",
+        "vision_aspect_ratio",
+        "vision_feature_layer",
+        "vision_feature_select_strategy",
+        "image_token_id",
+    ):
+        assert found[key] == getattr(theirs, key), key
+    for key in ("image_size", "patch_size", "num_hidden_layers", "hidden_size", "hidden_act"):
+        assert found["vision_config"][key] == getattr(theirs.vision_config, key), key
 
 
 def test_overrides_reach_the_parts() -> None:

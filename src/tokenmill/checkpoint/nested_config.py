@@ -9,6 +9,7 @@ Their tensors have had several names. Here the decoder's are those of a model wi
     model.*  lm_head.*                            the decoder
     vision_tower.*  vision_model.*  visual.*      towers, as the family calls its own
     multi_modal_projector.*  connector.*          what brings the tower's values to the decoder
+    image_newline                                 an embedding beside them
 """
 
 from __future__ import annotations
@@ -170,6 +171,8 @@ _VISION_DEFAULTS: dict[str, dict[str, Any]] = {
 _DEFAULT_KINDS = {
     "Gemma3ForConditionalGeneration": ("gemma3_text", "siglip_vision_model"),
     "LlavaForConditionalGeneration": ("llama", "clip_vision_model"),
+    "LlavaNextForConditionalGeneration": ("llama", "clip_vision_model"),
+    "LlavaOnevisionForConditionalGeneration": ("qwen2", "siglip_vision_model"),
     "Idefics3ForConditionalGeneration": ("llama", "idefics3_vision"),
     "SmolVLMForConditionalGeneration": ("llama", "smolvlm_vision"),
     "Mistral3ForConditionalGeneration": ("mistral", "pixtral"),
@@ -189,6 +192,35 @@ _LLAVA_TOWER = {
     "patch_size": 14,
 }
 """What the family has instead of CLIP's defaults, where there is no `vision_config`."""
+_ONEVISION_TOWER = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+    "image_size": 384,
+    "patch_size": 14,
+}
+_TOWERS_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "LlavaForConditionalGeneration": _LLAVA_TOWER,
+    "LlavaNextForConditionalGeneration": _LLAVA_TOWER,
+    "LlavaOnevisionForConditionalGeneration": _ONEVISION_TOWER,
+}
+_TOP_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlavaNextForConditionalGeneration": {
+        "image_token_index": 32000,
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    },
+    "LlavaOnevisionForConditionalGeneration": {
+        "image_token_index": 151646,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "vision_aspect_ratio": "anyres_max_9",
+        "image_grid_pinpoints": [
+            [384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)
+        ],
+    },
+}
+"""What files leave out beside both parts."""
 
 DECODER_ARCHITECTURE = "decoder_architecture"
 """Key of the decoder's own architecture, such as `LlamaForCausalLM`, in a config made here."""
@@ -202,6 +234,7 @@ _RENAMED = (
     ("vision_tower.vision_model.", "vision_tower."),
     ("model.vision_tower.", "vision_tower."),
     ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.image_newline", "image_newline"),
     ("model.vision_model.", "vision_model."),
     ("model.connector.", "connector."),
     ("model.visual.", "visual."),
@@ -209,7 +242,14 @@ _RENAMED = (
 """Beginnings of names, and what they become; the first that fits."""
 
 
-_TOWERS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.")
+_TOWERS = (
+    "vision_tower.",
+    "vision_model.",
+    "visual.",
+    "multi_modal_projector.",
+    "connector.",
+    "image_newline",
+)
 
 
 def is_of_tower(name: str) -> bool:
@@ -238,8 +278,9 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     architecture = config["architectures"][0]
     text_kind, vision_kind = _DEFAULT_KINDS[architecture]
     text, vision = _part(config, "text_config"), _part(config, "vision_config")
-    if not vision and architecture.startswith("Llava"):
-        vision = _LLAVA_TOWER
+    vision = vision or _TOWERS_LEFT_OUT.get(architecture, {})
+    left_out = _TOP_DEFAULTS.get(architecture, {})
+    config = {**config, **{key: left_out[key] for key in left_out if config.get(key) is None}}
     text_kind = str(text.get("model_type") or text_kind)
     decoder, defaults = _known(text_kind, _TEXT_DEFAULTS, "text_config")
     top = {key: value for key, value in config.items() if key != "text_config"}

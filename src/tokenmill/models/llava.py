@@ -6,7 +6,7 @@ image -> tower -> states behind some layers -> ( all but the first ) -> linear -
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,24 +18,26 @@ from tokenmill.models.vision.pixels import pixel_values
 from tokenmill.models.vision.pixtral import PixtralVisionModel
 from tokenmill.models.vision_language import VisionLanguageModel
 
-TOWERS: dict[str, type[VisionTransformer] | type[PixtralVisionModel]] = {
-    "clip_vision_model": VisionTransformer,
-    "siglip_vision_model": VisionTransformer,
-    "pixtral": PixtralVisionModel,
-}
-"""By the `model_type` of a `vision_config`."""
+Tower = VisionTransformer | PixtralVisionModel
 
 
 class LlavaForConditionalGeneration(VisionLanguageModel):
     """A LLaVA 1.5, or one of its relatives with another tower or decoder."""
 
+    towers: ClassVar[Mapping[str, type[Tower]]] = {
+        "clip_vision_model": VisionTransformer,
+        "siglip_vision_model": VisionTransformer,
+        "pixtral": PixtralVisionModel,
+    }
+    """By the `model_type` of a `vision_config`."""
+
     def add_tower(self, hf_config: Mapping[str, Any], parts: TowerParts) -> None:
         vision = hf_config["vision_config"]
-        tower = TOWERS.get(vision["model_type"])
+        tower = self.towers.get(vision["model_type"])
         if tower is None:
             raise ConfigError(
                 f"config.json: vision_config has model_type={shown(vision['model_type'])}, which"
-                f" LLaVA is not supported with; these are: {', '.join(TOWERS)}."
+                f" LLaVA is not supported with; these are: {', '.join(self.towers)}."
             )
         layers = kept_layers(hf_config, positive_int(vision, "num_hidden_layers"), default=-2)
         self.vision_tower = tower(vision, parts, kept_layers=layers)
@@ -55,6 +57,10 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
     def embed_image(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Of one image, of the tower's size where that has one."""
         (image,) = pixel_values(inputs)
+        return self.embed_tile(image)
+
+    def embed_tile(self, image: torch.Tensor) -> torch.Tensor:
+        """Pixels [channels, height, width] to [n, hidden_size]."""
         states = self.vision_tower(image)[int(self.drops_first) :]
         return self.multi_modal_projector(states.to(self.dtype))  # type: ignore[no-any-return]
 

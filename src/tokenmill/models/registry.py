@@ -34,6 +34,8 @@ MODELS: dict[str, str] = {
     "Mamba2ForCausalLM": "mamba2:Mamba2ForCausalLM",
     "Gemma3ForConditionalGeneration": "gemma3_vision:Gemma3ForConditionalGeneration",
     "LlavaForConditionalGeneration": "llava:LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration": "llava_next:LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration": "llava_next:LlavaNextForConditionalGeneration",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
     "Mistral3ForConditionalGeneration": "mistral3:Mistral3ForConditionalGeneration",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from helpers.vision_families import VISION_FAMILIES, VisionFamily
 from helpers.vision_models import (
@@ -21,6 +22,7 @@ from helpers.vision_models import (
     reference_processor,
     tokenizer_of,
 )
+from tokenmill.checkpoint.nested_config import flat_config
 from tokenmill.errors import ConfigError, InvalidRequestError
 from tokenmill.features.multimodal.processing import make_image_processor, takes_images
 
@@ -165,6 +167,71 @@ def test_what_is_refused(family: VisionFamily) -> None:
 
 def narrow_image(processor: Any) -> Any:
     return lambda: processor.process(picture(3, 700), {})
+
+
+over_anyres = pytest.mark.parametrize("name", ["llava-next", "llava-onevision"])
+
+
+@over_anyres
+def test_how_many_tokens_images_of_any_shape_have(name: str) -> None:
+    """transformers' arithmetic, with the resolutions that real models have."""
+    is_next = name == "llava-next"
+    config = transformers.LlavaNextConfig() if is_next else transformers.LlavaOnevisionConfig()
+    kind = transformers.LlavaNextProcessor if is_next else transformers.LlavaOnevisionProcessor
+    theirs = kind.__new__(kind)  # whose parts need packages that are of no use here
+    theirs.image_processor = config  # has the resolutions
+    if is_next:
+        theirs.patch_size, theirs.num_additional_image_tokens = 14, 0
+    else:
+        theirs.num_image_tokens, theirs.vision_aspect_ratio = 729, config.vision_aspect_ratio
+    side = config.vision_config.image_size
+    settings = {"size": {"shortest_edge": side}}
+    files = files_of(name)
+    architecture = family_of(name).architecture
+    flat = flat_config({**config.to_dict(), "architectures": [architecture]})
+    ours = make_image_processor(
+        architecture,
+        type(files)(flat, settings, {}, files.token_id, files.encode),
+    )
+    generator = np.random.default_rng(5)
+    for height, width in [(1, 1), (30, 2000), *generator.integers(20, 3000, (300, 2)).tolist()]:
+        wanted = theirs._get_number_of_features(height, width, side, side)
+        assert ours.num_tokens(width, height, {}) == wanted, (height, width)
+
+
+@over_anyres
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": {"shortest_edge": 29}}, "tower takes 30 x 30"),
+        ({"size": {"height": 30, "width": 31}}, "tower takes 30 x 30"),
+        ({"do_center_crop": True, "crop_size": {"height": 30, "width": 29}}, "cut to"),
+        ({"do_resize": False}, "tower takes 30 x 30"),
+        ({"image_grid_pinpoints": [[30, 61]]}, "multiples of the tower's 30"),
+        ({"image_grid_pinpoints": [[30, 60], 3]}, "must list heights and widths"),
+        ({"image_grid_pinpoints": [[30, -60]]}, "must list heights and widths"),
+    ],
+    ids=str,
+)
+def test_tiles_are_the_tower_s(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        processor_of(name, **settings)
+
+
+def test_how_many_tiles_there_may_be() -> None:
+    files = files_of("llava-onevision")
+    config = {**files.hf_config, "vision_aspect_ratio": "square"}
+    with pytest.raises(ConfigError, match="'square' is not supported; such as 'anyres_max_9'"):
+        make_image_processor(
+            "LlavaOnevisionForConditionalGeneration",
+            type(files)(config, files.preprocessor_config, {}, files.token_id, files.encode),
+        )
+
+
+@over_anyres
+def test_an_image_of_which_no_pixel_would_be_left_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="3 x 500 pixels, too narrow for the tiles"):
+        processor_of(name).num_tokens(3, 500, {})
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 IMAGE_PROCESSORS: dict[str, str] = {
     "LlavaForConditionalGeneration": "llava:llava_image_processor",
+    "LlavaNextForConditionalGeneration": "anyres:AnyresImageProcessor",
+    "LlavaOnevisionForConditionalGeneration": "anyres:AnyresImageProcessor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3ImageProcessor",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3ImageProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralImageProcessor",
