@@ -137,9 +137,10 @@ class EngineArgs:
     or xgrammar), enable_in_reasoning, enable_forced_tokens, disable_any_whitespace,
     disable_additional_properties, compile_timeout (see docs/structured-output.md)."""
     speculative_config: dict[str, Any] = field(default_factory=dict)
-    """How drafts of the next tokens are made, as JSON on the command line: method (ngram, suffix or
-    draft_model), num_speculative_tokens, model, prompt_lookup_min, prompt_lookup_max, adaptive, ...
-    (see docs/speculation.md). Results are the same with it and without."""
+    """How drafts of the next tokens are made, as JSON on the command line: method (ngram, suffix,
+    draft_model, eagle or eagle3), num_speculative_tokens, model, prompt_lookup_min,
+    prompt_lookup_max, adaptive, ... (see docs/speculation.md). Results are the same with it and
+    without."""
     spec_method: str | None = None
     """Short for `speculative_config`'s method."""
     spec_model: str | None = None
