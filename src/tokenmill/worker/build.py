@@ -20,9 +20,7 @@ from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.sampling.sampler import Sampler
 from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.draft_head import make_drafter, runner_kind
-from tokenmill.worker.graphs.cpu import record
-from tokenmill.worker.graphs.decode import record_decode_steps
-from tokenmill.worker.graphs.forward import checked
+from tokenmill.worker.graphs.build import record_steps
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.pooling.build import build_pooling_worker
 from tokenmill.worker.ranks import ONE_RANK, OneRank
@@ -56,15 +54,9 @@ def build_worker(
     if config.model.pooling is not None:
         return build_pooling_worker(config, model, kernels, ranks)
     cache = ranks.kv_cache(config, model, kernels)
-    limits = RunnerLimits(
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=config.scheduler.max_model_len,
-        block_size=config.cache.block_size,
-        vocab_size=config.model.vocab_size,
-    )
+    limits = RunnerLimits.of(config)
     own_part = ranks.own_part(cache, model)
-    groups = bind_attention(config, model, own_part, torch.device(config.device))
+    groups = bind_attention(config, model, own_part)
     runner = ranks.make_runner(
         runner_kind(config),
         ranks.wrapped(config, model, kernels),
@@ -76,10 +68,7 @@ def build_worker(
         adapters=build_adapters(config, model),
         drafter=make_drafter(config, model, cache),
     )
-    if config.graphs != "off" and uses_native_kernels(config.model.dtype):
-        runner.capture(checked(record) if config.graphs == "check" else record)
-        if ranks.records_decode_steps:
-            runner.capture_decode_steps(record_decode_steps)
+    record_steps(config, runner, with_decode_steps=ranks.records_decode_steps)
     kv_transfer = build_kv_transfer(config, model, cache, checkpoint)
     return ranks.make_worker(config, runner, cache, kv_transfer)
 

@@ -14,16 +14,12 @@ from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
 from tokenmill.contracts.kv_groups import group_layers
 from tokenmill.errors import ConfigError
 from tokenmill.features.spec.draft_model import DraftLimits
-from tokenmill.layers.kernels import layer_kernels, uses_native_kernels
+from tokenmill.layers.kernels import layer_kernels
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
 from tokenmill.quantization.packed_blocks import Quantization
-from tokenmill.sampling.row_params import RowSamplingParams
-from tokenmill.sampling.sampler import Sampler
 from tokenmill.worker.bind import bind_attention
-from tokenmill.worker.graphs.cpu import record
-from tokenmill.worker.graphs.decode import record_decode_steps
-from tokenmill.worker.graphs.forward import checked
+from tokenmill.worker.graphs.build import record_steps
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
 
@@ -40,23 +36,12 @@ def make_draft_runner(
     model = _load(config)
     cache = cache_of_draft(config, model, target_cache)
     limits = limits_of_drafts(config, cache, target_cache)
-    scheduler = config.scheduler
     runner = ModelRunner(
         model,
-        bind_attention(config, model, cache, torch.device(config.device)),
-        RunnerLimits(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=scheduler.max_model_len,
-            block_size=cache.block_size,
-            vocab_size=config.model.vocab_size,
-        ),
-        sampler=Sampler(),
-        row_params=RowSamplingParams(scheduler.max_num_seqs, config.model.vocab_size),
+        bind_attention(config, model, cache),
+        RunnerLimits.of(config),
     )
-    if config.graphs != "off" and uses_native_kernels(config.model.dtype):
-        runner.capture(checked(record) if config.graphs == "check" else record)
-        runner.capture_decode_steps(record_decode_steps)
+    record_steps(config, runner)
     return runner, limits
 
 

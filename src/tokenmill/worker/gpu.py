@@ -48,7 +48,6 @@ from tokenmill.worker.pooling.pooler import Pooler
 from tokenmill.worker.pooling.runner import EncoderRunner, PoolingRunner
 from tokenmill.worker.results import finish_later
 from tokenmill.worker.row_params import build_row_params
-from tokenmill.worker.rows import RowTable
 from tokenmill.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -175,26 +174,16 @@ def make_gpu_runner(
     drafter: Drafter | None = None,
 ) -> ModelRunner:
     """A runner whose rows are mirrored on `device`, and whose results are finished later."""
-    scheduler = config.scheduler
     groups = bind_attention(config, model, cache, device)
     staging, results = Staging(device), Results(device)
-    rows = RowTable(
-        scheduler.max_num_seqs, scheduler.max_model_len, cache.block_size, num_kv_groups(groups)
-    )
-    sizes = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    limits = RunnerLimits.of(config, LOGITS_SLAB)
+    rows = limits.make_rows(num_kv_groups(groups))
+    sizes = limits.max_num_batched_tokens, limits.max_num_seqs
     inputs = DeviceInputs(rows, *sizes, staging, device)
     if config.encoder is not None:
         inputs = MultiModalDeviceInputs(
             model, rows, *sizes, staging, device, is_bidirectional=config.encoder.is_bidirectional
         )
-    limits = RunnerLimits(
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=scheduler.max_model_len,
-        block_size=cache.block_size,
-        vocab_size=config.model.vocab_size,
-        logits_slab=LOGITS_SLAB,
-    )
     pooling = config.model.pooling
     if pooling is not None:
         kind = PoolingRunner if pooling.is_causal else EncoderRunner

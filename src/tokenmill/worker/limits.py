@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenmill.config.engine_config import EngineConfig
 from tokenmill.worker.batch import BatchShape
 from tokenmill.worker.rows import RowTable
 
@@ -21,6 +22,18 @@ class RunnerLimits:
     block_size: int
     vocab_size: int
     logits_slab: int = LOGITS_SLAB
+
+    @classmethod
+    def of(cls, config: EngineConfig, logits_slab: int = LOGITS_SLAB) -> RunnerLimits:
+        """Of an engine with these settings."""
+        return cls(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=config.scheduler.max_model_len,
+            block_size=config.cache.block_size,
+            vocab_size=config.model.vocab_size,
+            logits_slab=logits_slab,
+        )
 
     @property
     def largest_step(self) -> BatchShape:
