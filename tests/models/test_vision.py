@@ -141,7 +141,31 @@ def test_shapes_without_weights(family: VisionFamily) -> None:
     assert set(shapes) == {slot.name for slot in weight_slots(load(saved(family.name)))}
 
 
-over_qwen = pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_experts_that_hubs_have_transposed(kernels: str, tmp_path: Path) -> None:
+    source = saved("qwen3-vl-moe")
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    tensors_of_file = load_file(source / "model.safetensors")
+    save_file(
+        {
+            name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+            for name, tensor in tensors_of_file.items()
+        },
+        tmp_path / "model.safetensors",
+    )
+    layouts = [open_checkpoint(path).config["expert_layout"] for path in (source, tmp_path)]
+    assert layouts == ["fused", "fused_transposed"]
+    ids = [5, 17, 200, 33, 90]
+    chosen = PlainKernels() if kernels == "torch" else None
+    with torch.inference_mode():
+        found, wanted = (
+            each.compute_logits(PagedRun(each, "float32").prefill("a", ids))
+            for each in (load(path, kernels=chosen) for path in (tmp_path, source))
+        )
+    assert torch.equal(found, wanted)
+
+
+over_qwen = pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"])
 
 
 @over_qwen

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from tokenmill.checkpoint.checkpoint import RawTensor, TokenizerData
+from tokenmill.checkpoint.expert_layout import with_expert_layout
 from tokenmill.checkpoint.mapped_file import FileRange, MappedFile
 from tokenmill.checkpoint.nested_config import canonical_tensors, flat_config
 from tokenmill.checkpoint.safetensors_header import read_header
@@ -77,6 +78,7 @@ class HFDirectory:
         self.tensor_formats: Mapping[str, str] = {
             name: entry.dtype for name, entry in self._entries.items()
         }
+        self.config = with_expert_layout(self.config, self.tensor_shapes)
         self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
         self._mapped: dict[Path, MappedFile] = {}
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from tokenmill.checkpoint.expert_layout import EXPERT_LAYOUT, FUSED_TRANSPOSED
 from tokenmill.errors import CheckpointError
 
 T = TypeVar("T")
@@ -56,6 +57,22 @@ _QWEN3_VL = _QWEN2 | {
     "max_position_embeddings": 128000,
     "rope_theta": 500_000.0,
 }
+_QWEN3_VL_MOE = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500_000.0,
+    "eos_token_id": None,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    EXPERT_LAYOUT: FUSED_TRANSPOSED,
+}
 _TEXT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _LLAMA),
     "mistral": (
@@ -70,6 +87,7 @@ _TEXT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2ForCausalLM", _QWEN2),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), ("Qwen3ForCausalLM", _QWEN3_VL)),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text"), ("Qwen3MoeForCausalLM", _QWEN3_VL_MOE)),
     "gemma3_text": (
         "Gemma3ForCausalLM",
         {
@@ -165,6 +183,7 @@ _VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_vision"), _QWEN2_TOWER),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_vision"), _QWEN2_5_TOWER),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_vision"), _QWEN3_TOWER),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_vision"), _QWEN3_TOWER),
 }
 """`model_type` of a `vision_config` -> what a file leaves out."""
 
@@ -179,6 +198,7 @@ _DEFAULT_KINDS = {
     "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", "qwen2_vl_vision"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "qwen2_5_vl_vision"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", "qwen3_vl_vision"),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe_text", "qwen3_vl_moe_vision"),
 }
 """`model_type` of both parts, where they do not say."""
 VISION_ARCHITECTURES = frozenset(_DEFAULT_KINDS)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX, RawTensor, TokenizerData
+from tokenmill.checkpoint.expert_layout import with_expert_layout
 from tokenmill.checkpoint.hf_directory import CONFIG, read_configs
 from tokenmill.checkpoint.mapped_file import FileRange, MappedFile
 from tokenmill.checkpoint.safetensors_header import read_header
@@ -89,6 +90,7 @@ class PackedDirectory:
             name: PACKED_PREFIX + packed[name].block_type if name in packed else entry["dtype"]
             for name, entry in self._entries.items()
         }
+        self.config = with_expert_layout(self.config, self.tensor_shapes)
         self.num_bytes = self.manifest.num_bytes - self._data_begin
 
     @classmethod

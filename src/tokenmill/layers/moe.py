@@ -14,18 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.checkpoint.expert_layout import FUSED_TRANSPOSED, SEPARATE
 from tokenmill.kernels.experts import ExpertGate, Routing
 from tokenmill.layers.experts import ExpertShape, ExpertsMethod
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear_method import Activations, StreamReader
 from tokenmill.layers.mlp import GATED_MLP_NAMES
 from tokenmill.layers.parallel_linear import columns_slot, rows_slot
-from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot, plain_raw
 from tokenmill.parallel.shares import even_share
+from tokenmill.quantization.dequantize import plain_values
 
 CORRECTION_BIAS = "e_score_correction_bias"
 """What checkpoints call the bias on scores."""
@@ -133,6 +137,41 @@ class GatedExperts(nn.Module):
         return self.group.all_reduce(self.method.mix(x, weights, chosen, base))
 
 
+class FusedExperts(GatedExperts):
+    """Gated MLPs of which the checkpoint has two tensors with the matrices of all."""
+
+    def __init__(
+        self, shape: ExpertShape, kernels: LayerKernels, *, is_transposed: bool = False
+    ) -> None:
+        """`is_transposed`: as `checkpoint/expert_layout.py` says."""
+        super().__init__(shape, kernels)
+        assert self.group.size == 1, "ranks have no parts of these"
+        self.is_transposed = is_transposed
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        hidden_size, size = self.shape.hidden_size, self.shape.intermediate_size
+        for name, places, rows, columns in (
+            ("gate_up_proj", self.method.gate_up, 2 * size, hidden_size),
+            ("down_proj", self.method.down, hidden_size, size),
+        ):
+            slots = [place.slot("", slice(0, rows)) for place in places]
+            matrix = (columns, rows) if self.is_transposed else (rows, columns)
+            yield WeightSlot(
+                f"{prefix}.{name}",
+                (len(slots), *matrix),
+                partial(self._load, slots),
+                memory=partial(_memory, slots),
+            )
+
+    def _load(self, slots: list[WeightSlot], raw: RawTensor) -> None:
+        for slot, values in zip(slots, plain_values(raw), strict=True):
+            slot.load(plain_raw(values.t() if self.is_transposed else values))
+
+
+def _memory(slots: list[WeightSlot]) -> list[torch.Tensor]:
+    return [each for slot in slots for each in slot.memory()]
+
+
 class ExpertBlock(nn.Module):
     """A block of experts: says in which form all of its parts can read the stream."""
 
@@ -169,15 +208,20 @@ class SparseMoE(ExpertBlock):
         kernels: LayerKernels,
         gate: ExpertGate = "silu",
         names: tuple[str, str, str] = GATED_MLP_NAMES,
+        layout: str = SEPARATE,
     ) -> None:
         """With `renormalize`, the weights of a token's experts sum to one; `names` are those of an
-        expert's gate, up and down matrices.
+        expert's gate, up and down matrices, `layout` is one of `checkpoint/expert_layout.py`.
         """
         super().__init__(hidden_size, dtype, kernels)
         routing = Routing(num_experts_per_tok, renormalize=renormalize)
         self.gate = Router(hidden_size, num_experts, routing, dtype=dtype, kernels=kernels)
         shape = ExpertShape(num_experts, hidden_size, intermediate_size, dtype, gate)
-        self.experts = GatedExperts(shape, kernels, names)
+        if layout == SEPARATE:
+            self.experts = GatedExperts(shape, kernels, names)
+        else:
+            is_transposed = layout == FUSED_TRANSPOSED
+            self.experts = FusedExperts(shape, kernels, is_transposed=is_transposed)
 
     def readers(self) -> list[StreamReader]:
         return [self.gate, self.experts]

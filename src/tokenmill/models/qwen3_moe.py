@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tokenmill.checkpoint.expert_layout import EXPERT_LAYOUT, SEPARATE
 from tokenmill.config.parameters import positive_int
 from tokenmill.layers.moe import SparseMoE
 from tokenmill.models.config import DecoderConfig
@@ -35,6 +36,7 @@ class Qwen3MoeForCausalLM(Decoder):
             dtype=parts.dtype,
             kernels=parts.kernels,
             gate=parts.config.gate,
+            layout=hf_config.get(EXPERT_LAYOUT, SEPARATE),
         )
         return PreNormLayer(parts, attention, moe)
 

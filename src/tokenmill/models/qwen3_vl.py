@@ -20,7 +20,7 @@ from tokenmill.models.vision.qwen3_vl import Qwen3VisionTransformer
 
 
 class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
-    """A dense Qwen3-VL."""
+    """A Qwen3-VL, dense or with experts."""
 
     visual: Qwen3VisionTransformer
 

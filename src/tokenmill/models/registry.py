@@ -42,6 +42,7 @@ MODELS: dict[str, str] = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration": "qwen3_vl:Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl:Qwen3VLForConditionalGeneration",
     "BertModel": "bert:BertModel",
     "BertForSequenceClassification": "bert:BertForSequenceClassification",
     "RobertaModel": "bert:BertModel",

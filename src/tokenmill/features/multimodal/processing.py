@@ -24,6 +24,7 @@ IMAGE_PROCESSORS: dict[str, str] = {
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
     "Qwen3VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
+    "Qwen3VLMoeForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3ImageProcessor",
 }
 """Architecture, as a config.json names it -> module of `processors`, and what makes one there."""
