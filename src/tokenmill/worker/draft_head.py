@@ -15,7 +15,7 @@ from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.features.spec.build import Drafters, build_drafter
 from tokenmill.features.spec.draft_head import HeadDrafter
-from tokenmill.layers.kernels import layer_kernels, uses_native_kernels
+from tokenmill.layers.kernels import layer_kernels
 from tokenmill.models.base import CausalLM
 from tokenmill.models.decoder import Decoder
 from tokenmill.models.draft_head import DraftHead
@@ -25,7 +25,6 @@ from tokenmill.quantization.packed_blocks import Quantization
 from tokenmill.sampling.grammar_mask import GrammarMask
 from tokenmill.sampling.metadata import SamplingMetadata
 from tokenmill.sampling.row_params import RowSamplingParams
-from tokenmill.sampling.sampler import Sampler
 from tokenmill.worker.batch import IntArray
 from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.draft_model import (
@@ -34,8 +33,7 @@ from tokenmill.worker.draft_model import (
     limits_of_drafts,
     make_draft_runner,
 )
-from tokenmill.worker.graphs.cpu import record
-from tokenmill.worker.graphs.forward import checked
+from tokenmill.worker.graphs.build import record_steps
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import BoolArray, ModelRunner
 
@@ -101,22 +99,14 @@ def make_head_drafter(
 
 
 def _make_runner(config: EngineConfig, head: DraftHead, cache: KVCacheConfig) -> ModelRunner:
-    scheduler, vocab_size = config.scheduler, config.model.vocab_size
+    limits = RunnerLimits.of(config)
     runner = ModelRunner(
         head,
-        bind_attention(config, head, cache, torch.device(config.device)),
-        RunnerLimits(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=scheduler.max_model_len,
-            block_size=cache.block_size,
-            vocab_size=vocab_size,
-        ),
-        sampler=Sampler(),
-        row_params=EntryParams(scheduler.max_num_seqs, vocab_size),
+        bind_attention(config, head, cache),
+        limits,
+        row_params=EntryParams(limits.max_num_seqs, limits.vocab_size),
     )
-    if config.graphs != "off" and uses_native_kernels(config.model.dtype):
-        runner.capture(checked(record) if config.graphs == "check" else record)
+    record_steps(config, runner, with_decode_steps=False)
     return runner
 
 
