@@ -121,18 +121,20 @@ def check(
     heard: dict[tuple[int, ...], list[int]],
     reference: ReferenceHead,
     outputs: list[RequestOutput],
+    every: int = 1,
 ) -> None:
-    """Everything that was drafted is what the reference drafts."""
+    """What was drafted is what the reference drafts; one text in `every` is compared."""
     num_compared = 0
     for output in outputs:
         text = [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids]
         begun = {len(each): each for each in heard if list(each) == text[: len(each)]}
-        due = reference.drafts(text, list(begun), NUM_DRAFTS)
-        for length, beginning in begun.items():
-            found = heard[beginning]
+        lengths = sorted(begun)[::every]
+        due = reference.drafts(text, lengths, NUM_DRAFTS)
+        for length in lengths:
+            found = heard[begun[length]]
             assert found == due[length][0][: len(found)], (length, text)
             num_compared += len(found)
-    assert num_compared > 100
+    assert num_compared > 120 // every
 
 
 def stats_of(llm: LLM) -> SchedulerStats:
@@ -181,7 +183,7 @@ def names_of(settings: Any) -> str | None:
     ("variant", "settings"),
     [
         ("eagle3", {"block_size": 16, **PIECES, **PREEMPTED}),
-        ("eagle", CHECKED),
+        pytest.param("eagle", CHECKED, marks=pytest.mark.slow),
         pytest.param("eagle", {"block_size": 16, **PREEMPTED}, marks=pytest.mark.slow),
         pytest.param("eagle3", CHECKED, marks=pytest.mark.slow),
         pytest.param("eagle", {"enforce_eager": True}, marks=pytest.mark.slow),
@@ -196,10 +198,10 @@ def test_it_does_in_pieces_after_preemption_and_from_the_cache(
     settings = {"dtype": "float32", "speculative_config": speculation, **settings}
     with engine(str(directory / "target"), **settings) as llm, overheard(llm) as heard:
         outputs = generate(llm)
-        check(heard, reference, outputs)
+        check(heard, reference, outputs, every=3)
         heard.clear()
         generate(llm)
-        check(heard, reference, outputs)
+        check(heard, reference, outputs, every=3)
         stats = stats_of(llm)
     assert stats.prefix_cache_hits > 0
     if "num_kv_blocks" in settings:
