@@ -1,4 +1,8 @@
-"""LoRA adapters of a model whose layers are divided: each rank has its part of their matrices."""
+"""LoRA adapters of a model in several ranks: each has its part of their matrices, or those of its
+layers.
+
+The ranks are threads here (`helpers/rank_threads.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,12 @@ import pytest
 
 from helpers.adapters import ATTENTION, MLP, logprobs_of, merged, write_adapter
 from helpers.family_models import prompt, reference, saved
-from tokenmill import LLM, LoRARequest, SamplingParams
+from helpers.rank_threads import llm_in_threads
+from tokenmill import LoRARequest, SamplingParams
 from tokenmill.errors import AdapterError
+from tokenmill.kernels import native
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
 
 TARGETS = {
     "qwen2": (*ATTENTION, *MLP),
@@ -17,22 +25,22 @@ TARGETS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_adapters_of_two_ranks(name: str, tmp_path: Path) -> None:
+def test_adapters_of_two_ranks(name: str, size: str, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", reference(name), targets=TARGETS[name])
     broken = write_adapter(tmp_path / "broken", reference("gemma3"), targets=("q_proj",))
     models = [reference(name), merged(reference(name), adapter)]
-    sizes = {"max_model_len": 128, "num_kv_blocks": 64, "max_loras": 1}
-    with LLM(
-        str(saved(name)),
-        dtype="float32",
-        device="cpu",
-        tensor_parallel_size=2,
-        skip_tokenizer_init=True,
-        enable_lora=True,
-        **sizes,
-    ) as llm:
+    settings = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "enable_lora": True,
+        "max_model_len": 128,
+        "num_kv_blocks": 64,
+        "max_loras": 1,
+        size: 2,
+    }
+    with llm_in_threads(saved(name), **settings) as (llm, _):
         with pytest.raises(AdapterError, match="does not fit the model"):
             llm.generate(
                 {"prompt_token_ids": [1, 2]}, lora_request=LoRARequest("broken", str(broken))
@@ -43,6 +51,8 @@ def test_adapters_of_two_ranks(name: str, tmp_path: Path) -> None:
             lora_request=[None, None, *[LoRARequest("a", str(adapter))] * 2],
             use_tqdm=False,
         )
+        loaded = llm.llm_engine._adapters.get("a")
+        assert loaded.info.num_modules == len(TARGETS[name]) * len(reference(name).model.layers)
     for index, output in enumerate(outputs):
         (sequence,) = output.outputs
         assert sequence.finish_reason == "length", sequence.error

@@ -164,22 +164,10 @@ def _check_features(args: EngineArgs, device: str) -> None:
             f"{given} runs on a CPU only so far: sums over NCCL would depend on the batch, and"
             f" nobody has run it. Use device='cpu', or data_parallel_size for several GPUs."
         )
-    if args.enable_lora and args.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={args.pipeline_parallel_size} with enable_lora is not"
-            f" supported: adapters are not divided among stages. Use tensor_parallel_size, or merge"
-            f" the adapter into the weights."
-        )
     if args.kv_transfer_config or args.kv_offload_dir or args.kv_offload_gb:
         raise ConfigError(
             f"{given} with KV offload or KV transfer is not supported: blocks are divided among"
             f" ranks. Leave kv_transfer_config, kv_offload_gb and kv_offload_dir out."
-        )
-    speculates = args.speculative_config or args.spec_method or args.spec_model
-    if speculates and args.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"pipeline_parallel_size={args.pipeline_parallel_size} with speculation is not"
-            f" supported: only the last stage knows the tokens. Leave speculative_config out."
         )
     if args.spec_model or (args.speculative_config or {}).get("model"):
         raise ConfigError(

@@ -11,7 +11,6 @@ import torch
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.features.kv_transfer.build import build_kv_transfer
-from tokenmill.features.lora.build import build_adapters
 from tokenmill.kernels import native
 from tokenmill.layers.kernels import layer_kernels, uses_native_kernels
 from tokenmill.models.loader import load_model
@@ -65,7 +64,7 @@ def build_worker(
         inputs=ranks.inputs(config, model, cache, limits),
         sampler=Sampler(mode=LogprobsMode.named(config.sampling.logprobs_mode)),
         row_params=build_row_params(config),
-        adapters=build_adapters(config, model),
+        adapters=ranks.adapters(config, model, kernels),
         drafter=make_drafter(config, model, cache),
     )
     record_steps(config, runner, with_decode_steps=ranks.records_decode_steps)

@@ -14,6 +14,8 @@ from tokenmill.config.parallel import RankPlace
 from tokenmill.config.parameters import read_parameters
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, StateSpec
 from tokenmill.contracts.seams import KVTransfer
+from tokenmill.features.lora.adapters import Adapters
+from tokenmill.features.lora.build import build_adapters
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import outline
@@ -59,6 +61,12 @@ class OneRank:
     def wrapped(self, config: EngineConfig, model: CausalLM, kernels: LayerKernels) -> CausalLM:
         """What the runner runs."""
         return model
+
+    def adapters(
+        self, config: EngineConfig, model: CausalLM, kernels: LayerKernels
+    ) -> Adapters | None:
+        """What changes the layers that are here; None without `enable_lora`."""
+        return build_adapters(config, model)
 
     records_decode_steps = True
     """Whether a step can be one native call, from tokens to tokens."""
@@ -147,6 +155,14 @@ class StageRanks(GroupRanks):
     def wrapped(self, config: EngineConfig, model: CausalLM, kernels: LayerKernels) -> StageModel:
         hidden_size = read_parameters(config.model.hf_config).hidden_size
         return StageModel(model, kernels, hidden_size, is_first=self.place.is_first_stage)
+
+    def adapters(
+        self, config: EngineConfig, model: CausalLM, kernels: LayerKernels
+    ) -> Adapters | None:
+        """Those of the layers that are here, of files for all layers."""
+        if config.lora is None:
+            return None
+        return build_adapters(config, model, whole=outline(config.model, kernels))
 
     def make_runner(
         self,

@@ -103,6 +103,12 @@ class RowTable:
         self.token_ids[row, start:end] = token_ids
         self.num_tokens[row] = end
 
+    def keep_computed(self, row: int) -> None:
+        """Of what a row has computed, keep what its known tokens say: drafts behind them did not
+        hold, and the last token is never computed yet.
+        """
+        self.num_computed_tokens[row] = min(self.num_computed_tokens[row], self.num_tokens[row] - 1)
+
     def set_drafts(self, row: int, draft_token_ids: Sequence[int]) -> None:
         """Write drafts behind a row's known tokens, in place of earlier ones."""
         start = self.num_tokens[row]

@@ -84,8 +84,9 @@ class PassingRunner(ModelRunner):
         for req_id, row, token_ids in zip(
             sampled.req_ids, sampled.rows, sampled.token_ids, strict=True
         ):
-            if self._req_ids.get(row) == req_id:
+            if token_ids and self._req_ids.get(row) == req_id:
                 self._rows.append_tokens(row, token_ids)
+                self._rows.keep_computed(row)
 
     def update_states(self, plan: SchedulerOutput) -> None:
         for row in plan.finished_rows:
@@ -95,7 +96,10 @@ class PassingRunner(ModelRunner):
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
-        """Compute and hand on; nothing is sampled here, so the step is committed at once."""
+        """Compute and hand on; nothing is sampled here, so the step is committed at once, as if all
+        drafts were to hold.
+        """
+        self.adapters.check(plan)
         batch, tensors = self._prepare_inputs(plan)
         stream = self._forward(tensors, self._build_attention_metadata(tensors))
         self._links.send(stream[: tensors.shape.num_tokens])

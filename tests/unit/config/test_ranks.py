@@ -150,11 +150,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         {},
-        {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}},
-        "pipeline_parallel_size=2 with speculation is not supported",
-    ),
-    (
-        {},
         {"tensor_parallel_size": 2, "kv_offload_dir": "/tmp/kv"},
         "with KV offload or KV transfer is not supported",
     ),

@@ -22,7 +22,7 @@ class Directories:
 
     def read(self, directory: Path) -> Adapter:
         self.read_paths.append(str(directory))
-        return Adapter(self.contents[str(directory)], {}, rank=1)
+        return Adapter(self.contents[str(directory)], {}, rank=1, num_modules=1)
 
 
 def cache_of(directories: Any, size: int) -> HostCache:

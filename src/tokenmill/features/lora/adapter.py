@@ -33,9 +33,11 @@ class Adapter:
     load_id: str
     """Hex SHA-256 of its content."""
     changes: Mapping[int, Sequence[LowRank | None]]
-    """By index of the site: an entry for each of its projections."""
+    """By index of the site here: an entry for each of its projections."""
     rank: int
     """The largest one."""
+    num_modules: int
+    """Projections that it changes, in all stages of a pipeline."""
 
 
 @dataclass(slots=True)
@@ -70,11 +72,19 @@ class AdapterReader:
     """Reads adapters for one model."""
 
     def __init__(
-        self, config: LoRAConfig, sites: Sequence[Site], places: Mapping[str, Place]
+        self,
+        config: LoRAConfig,
+        sites: Sequence[Site],
+        places: Mapping[str, Place],
+        own: Mapping[int, int] | None = None,
     ) -> None:
+        """`sites` are those of the whole model. `own` says of those that are here, which they are;
+        by default all are.
+        """
         self._config = config
         self._sites = sites
         self._places = places
+        self._own = {index: index for index in range(len(sites))} if own is None else own
         values = sum(
             len(site.modules) * site.column_share.total + sum(site.whole_widths) for site in sites
         )
@@ -95,10 +105,12 @@ class AdapterReader:
         except (SafetensorError, ValueError, KeyError) as error:
             raise AdapterError(f"{weights_file(directory)} is damaged: {error}.") from error
         changes = self._changes(directory, settings, tensors)
+        parts = [part for parts in changes.values() for part in parts if part is not None]
         return Adapter(
             load_id=hashlib.sha256(settings.canonical() + b"\0" + data).hexdigest(),
-            changes=changes,
-            rank=max(part.rank for parts in changes.values() for part in parts if part is not None),
+            changes={self._own[site]: changes[site] for site in changes.keys() & self._own.keys()},
+            rank=max(part.rank for part in parts),
+            num_modules=len(parts),
         )
 
     def _read_file(self, file: Path) -> bytes:

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class HostCache:
         """Read an adapter and keep it. Raises `AdapterError`; then nothing has changed."""
         adapter = self._reader.read(Path(directory))
         packed = {site: self._tables[site].packed(each) for site, each in adapter.changes.items()}
-        adapter = Adapter(adapter.load_id, packed, adapter.rank)
+        adapter = replace(adapter, changes=packed)
         with self._lock:
             self._keep(adapter)
         return adapter
@@ -107,8 +108,7 @@ class Adapters:
     def load(self, directory: str) -> AdapterInfo:
         """Read an adapter and check it. From any thread. Raises `AdapterError`."""
         adapter = self._host.read(directory)
-        num_modules = sum(part is not None for parts in adapter.changes.values() for part in parts)
-        return AdapterInfo(adapter.load_id, adapter.rank, num_modules)
+        return AdapterInfo(adapter.load_id, adapter.rank, adapter.num_modules)
 
     def update(self, plan: SchedulerOutput) -> None:
         """Apply a plan's differences; once for each plan, in order. Never raises: a row whose

@@ -38,21 +38,28 @@ class OnGpu:
 
 
 def build_adapters(
-    config: EngineConfig, model: object, on_gpu: OnGpu | None = None
+    config: EngineConfig,
+    model: object,
+    on_gpu: OnGpu | None = None,
+    *,
+    whole: object | None = None,
 ) -> Adapters | None:
     """What the runner tells of its rows; None without `enable_lora`.
 
     To be called before anything of the model is recorded. Without `on_gpu` it is for the CPU.
+    `whole` is the whole model, perhaps without memory, where `model` has some of its layers: files
+    are checked against all of them.
     Raises `ConfigError` if the model has no layer that `lora_target_modules` names.
     """
     lora = config.lora
     if lora is None:
         return None
     sites = find_sites(model, lora.target_modules)
-    if not sites:
+    all_sites = sites if whole is None else find_sites(whole, lora.target_modules)
+    if not all_sites:
         raise ConfigError(
             f"lora_target_modules={list(lora.target_modules)} names no linear layer of"
-            f" {config.model.architecture}. It has: {', '.join(_module_names(model))}."
+            f" {config.model.architecture}. It has: {', '.join(_module_names(whole or model))}."
         )
     slot_of_row = new_column(config.scheduler.max_num_seqs)
     step, tables = _tables(config, sites, slot_of_row, on_gpu)
@@ -60,7 +67,9 @@ def build_adapters(
         method = site.linear.method
         del site.linear.method  # it may be a module, whose place nothing else can take
         site.linear.method = AdaptedLinearMethod(method, each)
-    reader = AdapterReader(lora, sites, places(sites, lora.target_modules))
+    here = {site.name: index for index, site in enumerate(sites)}
+    own = {i: here[site.name] for i, site in enumerate(all_sites) if site.name in here}
+    reader = AdapterReader(lora, all_sites, places(all_sites, lora.target_modules), own)
     host = HostCache(reader, tables, lora.max_cpu_loras)
     return Adapters(lora, host, tables, step, slot_of_row)
 

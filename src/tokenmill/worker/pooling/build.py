@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tokenmill.config.engine_config import EngineConfig
-from tokenmill.features.lora.build import build_adapters
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.models.base import CausalLM
 from tokenmill.worker.bind import bind_attention
@@ -35,7 +34,7 @@ def build_pooling_worker(
         limits,
         pooler=Pooler(pooling, model),
         inputs=ranks.inputs(config, model, cache, limits),
-        adapters=build_adapters(config, model),
+        adapters=ranks.adapters(config, model, kernels),
     )
     if pooling.is_causal:
         record_steps(config, runner, with_decode_steps=False)
