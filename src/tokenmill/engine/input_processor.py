@@ -13,15 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.structured_outputs import same_backend
 from tokenmill.contracts.logits_processor import load_processors
-from tokenmill.contracts.request import (
-    AdapterRef,
-    EngineCoreRequest,
-    MultiModalFeature,
-    TokenRules,
-)
+from tokenmill.contracts.request import AdapterRef, EngineCoreRequest, MultiModalFeature
 from tokenmill.engine.kv_params import take_kv_params
 from tokenmill.engine.prompts import ParsedPrompt, parse_prompt
 from tokenmill.engine.token_rules import token_rules
@@ -116,72 +113,47 @@ class InputProcessor:
         token_ids = self._truncate(self._token_ids(parsed, params), params)
         token_ids, features = self._expand(token_ids, parsed, params)
         self._check_length(len(token_ids))
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & _SEED_MASK
-        arrived = time.monotonic() if arrival_time is None else arrival_time
-        return ProcessedInput(
-            request_id=request_id,
-            prompt=parsed.text,
-            prompt_token_ids=token_ids,
-            params=params,
-            children=[
-                self._core_request(
-                    token_ids,
-                    features,
-                    parsed,
-                    params,
-                    rules,
-                    child_seed(seed, i),
-                    priority,
-                    arrived,
-                    adapter,
-                    kv_params,
-                )
-                for i in range(params.n)
-            ],
-        )
-
-    def _new_key(self) -> str:
-        """An id for a core request."""
-        return f"{self._key_prefix}-{next(self._key_numbers)}"
-
-    def _core_request(
-        self,
-        token_ids: list[int],
-        features: list[MultiModalFeature],
-        parsed: ParsedPrompt,
-        params: SamplingParams,
-        rules: TokenRules | None,
-        seed: int,
-        priority: int,
-        arrival_time: float,
-        adapter: AdapterRef | None,
-        kv_params: dict[str, Any],
-    ) -> EngineCoreRequest:
         room = self._max_model_len - len(token_ids)
-        eos, *more_eos = self.end_token_ids or (None,)
-        user_stops = params.stop_token_ids or []
-        if params.ignore_eos:
-            eos_token_id, stop_token_ids = None, user_stops
-        else:
-            eos_token_id, stop_token_ids = eos, list(dict.fromkeys([*user_stops, *more_eos]))
-        every_stop = [*self.end_token_ids, *user_stops]
-        return EngineCoreRequest(
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed & _SEED_MASK
+        first = EngineCoreRequest(
             request_id=self._new_key(),
             prompt_token_ids=token_ids,
             sampling_params=params,
             seed=seed,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            arrival_time=arrival_time,
-            eos_token_id=eos_token_id,
-            stop_token_ids=stop_token_ids,
-            min_tokens_mask_ids=list(dict.fromkeys(every_stop)) if params.min_tokens else [],
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=parsed.cache_salt,
             mm_features=features,
             token_rules=rules,
             adapter=adapter,
             kv_transfer_params=kv_params,
+            **self._ends(params),
         )
+        others = [
+            replace(first, request_id=self._new_key(), seed=child_seed(seed, index))
+            for index in range(1, params.n)
+        ]
+        return ProcessedInput(request_id, parsed.text, token_ids, params, [first, *others])
+
+    def _new_key(self) -> str:
+        """An id for a core request."""
+        return f"{self._key_prefix}-{next(self._key_numbers)}"
+
+    def _ends(self, params: SamplingParams) -> dict[str, Any]:
+        """Fields of a core request: which ids may end it."""
+        eos, *more_eos = self.end_token_ids or (None,)
+        user_stops = params.stop_token_ids or []
+        if params.ignore_eos:
+            eos, stops = None, user_stops
+        else:
+            stops = list(dict.fromkeys([*user_stops, *more_eos]))
+        every_stop = list(dict.fromkeys([*self.end_token_ids, *user_stops]))
+        return {
+            "eos_token_id": eos,
+            "stop_token_ids": stops,
+            "min_tokens_mask_ids": every_stop if params.min_tokens else [],
+        }
 
     def _expand(
         self, token_ids: list[int], parsed: ParsedPrompt, params: SamplingParams
