@@ -23,6 +23,7 @@ from tokenmill.checkpoint.checkpoint import TokenizerData
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.machine import Machine
 from tokenmill.config.resolve import resolve
+from tokenmill.contracts.operations import TAGS, EngineState, Sleep, UpdateWeights, WakeUp
 from tokenmill.contracts.request import (
     AdapterInfo,
     EngineCoreOutput,
@@ -106,6 +107,32 @@ DRAFTS = {
 """What a scheduler with drafts has counted."""
 
 
+class FakeOperations:
+    """Does what it is asked for at once, and keeps it."""
+
+    def __init__(self):
+        self.asked = []
+        self.error = None
+        self.state = EngineState()
+
+    @property
+    def is_paused(self):
+        return bool(self.state.asleep)
+
+    async def operate(self, operation):
+        self.asked.append(operation)
+        if self.error is not None:
+            raise self.error
+        match operation:
+            case Sleep(level):
+                self.state = EngineState(TAGS if level else TAGS[:1], "default", level)
+            case WakeUp():
+                self.state = EngineState()
+            case UpdateWeights(_, version):
+                self.state = EngineState((), version or "1")
+        return self.state
+
+
 class FakeEngine:
     """`engine.async_llm.AsyncLLM` as a script; keeps what it was asked for."""
 
@@ -116,6 +143,7 @@ class FakeEngine:
         self.default_params = SamplingParams()
         self.end_token_ids = (2,)
         self.author = author
+        self.operations = FakeOperations()
         self.is_ready = True
         self.is_healthy = True
         self.is_draining = False

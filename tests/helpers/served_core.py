@@ -23,7 +23,8 @@ from tokenmill.config.engine_config import EngineConfig
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.core.scheduler import Scheduler
 from tokenmill.engine.core import EngineCore
-from tokenmill.errors import ConfigError
+from tokenmill.engine.operations import CoreOperations
+from tokenmill.errors import CheckpointError, ConfigError
 from tokenmill.structured_output.manager import StructuredOutputManager
 from tokenmill.structured_outputs import StructuredOutputsParams
 
@@ -111,6 +112,35 @@ def fake_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> 
     """A core for the settings, on the fake device."""
     on_progress("load", 1, 1)
     return _on_fake_device(config, config.cache.num_blocks)
+
+
+class LoggedMemory:
+    """Memory that writes to a file what it is asked for. Weights that are no file fail."""
+
+    has_weights = True
+
+    def sleep(self, level: int) -> int:
+        self._log(f"sleep {level}")
+        return 0
+
+    def wake_up(self) -> None:
+        self._log("wake up")
+
+    def update_weights(self, path: str, tensors: object) -> None:
+        self._log("update")
+        if not os.path.exists(path):
+            raise CheckpointError(f"{path} is not there")
+
+    def _log(self, line: str) -> None:
+        with open(os.environ[MARKER], "a") as file:
+            file.write(f"{line}\n")
+
+
+def sleeping_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:
+    """A core with memory."""
+    core = fake_core(args, config, on_progress)
+    core.operations = CoreOperations(core.scheduler, LoggedMemory())
+    return core
 
 
 def small_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> EngineCore:

@@ -19,6 +19,7 @@ NAMES = {
     # vLLM's
     "vllm:num_requests_running", "vllm:num_requests_waiting",
     "vllm:num_requests_waiting_by_reason", "vllm:kv_cache_usage_perc", "vllm:cache_config_info",
+    "vllm:engine_sleep_state",
     "vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:num_preemptions",
     "vllm:corrupted_requests", "vllm:prompt_tokens", "vllm:prompt_tokens_by_source",
     "vllm:prompt_tokens_cached", "vllm:generation_tokens", "vllm:request_success",

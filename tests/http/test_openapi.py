@@ -78,7 +78,7 @@ def test_b015_b065_generated_requests_never_break_a_pooling_server():
 
 def test_b015_b065_generated_requests_never_break_the_server(server):
     found = [each for each in operations(server) if each.path not in POOLING]
-    assert len(found) == 24
+    assert len(found) == 32
     for operation in found:
         num_examples = 6 if operation.body else 3
         check(operation, GenerationMode.POSITIVE, num_examples)
@@ -127,6 +127,14 @@ def test_every_endpoint_is_described(description):
         "/load",
         "/metrics",
         "/reset_prefix_cache",
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/pause",
+        "/resume",
+        "/is_paused",
+        "/update_weights",
+        "/get_weight_version",
         *POOLING,
     }
 

@@ -63,7 +63,9 @@ class ServeArgs:
     isolate_api_keys: bool = False
     """Share cached prefixes only among requests with the same key."""
     enable_admin: bool = False
-    """Serve POST /reset_prefix_cache."""
+    """Serve POST /reset_prefix_cache, /sleep, /wake_up, /pause, /resume and /update_weights."""
+    weights_root: str | None = None
+    """Directory below which POST /update_weights may name weights; without it, none."""
     lora_modules: list[str] | None = None
     """Adapters to begin with, as NAME=PATH; requests choose one as their model (enable_lora)."""
     enable_lora_updates: bool = False

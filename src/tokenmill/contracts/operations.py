@@ -53,7 +53,9 @@ class UpdateWeights(msgspec.Struct, array_like=True, tag=2, frozen=True):
     """Replace the weights by those of a directory or file with the same config."""
 
     path: str
-    version: str
+    """Empty for weights that come as tensors."""
+    version: str = ""
+    """Their name; empty counts the updates."""
     mode: str = "wait"
 
 
@@ -66,6 +68,8 @@ class EngineState(msgspec.Struct, array_like=True, frozen=True):
     asleep: tuple[str, ...] = ()
     """In the order of `TAGS`."""
     weight_version: str = FIRST_VERSION
+    level: int | None = None
+    """At which it was put to sleep; None where nothing is asleep."""
 
     @property
     def is_sleeping(self) -> bool:

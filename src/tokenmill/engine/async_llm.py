@@ -22,6 +22,7 @@ from tokenmill.engine.queue_limit import QueueLimit
 from tokenmill.engine.replica import Replica
 from tokenmill.engine.replicas import Replicas
 from tokenmill.engine.serve_options import ServeOptions
+from tokenmill.engine.served_operations import ServedOperations
 from tokenmill.engine.served_requests import ServedRequest, ServedRequests
 from tokenmill.engine.supervisor import CoreSupervisor, make_supervisors
 from tokenmill.errors import (
@@ -89,6 +90,7 @@ class AsyncLLM:
             on_end=self._request_ended,
             on_death=self._died,
         )
+        self.operations = ServedOperations(self.config, self._replicas, self._requests)
         num_slots = len(replicas) * self.config.cache.num_blocks * self.config.cache.block_size
         self._queue = QueueLimit(
             max_running=len(replicas) * max_num_seqs,
@@ -277,7 +279,7 @@ class AsyncLLM:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken and computed now."""
-        return self._refusal is None and self.is_healthy
+        return self._refusal is None and self.is_healthy and not self.operations.is_paused
 
     @property
     def is_healthy(self) -> bool:

@@ -42,6 +42,7 @@ class CoreOperations:
         self.state = EngineState()
         self.holds_steps = False
         """Whether no step may begin."""
+        self._num_updates = 0
         self._asked: deque[tuple[Operation, Tensors | None, Future[EngineState]]] = deque()
 
     @property
@@ -104,7 +105,7 @@ class CoreOperations:
             num_bytes = self._memory.sleep(operation.level)
             asleep |= _MEMORY
             logger.info("asleep: %.1f MiB given back", num_bytes / (1 << 20))
-        self._set(asleep)
+        self._set(asleep, max(operation.level, self.state.level or 0))
 
     def _wake_up(self, tags: frozenset[str]) -> None:
         asleep = set(self.state.asleep)
@@ -135,15 +136,15 @@ class CoreOperations:
         except BaseException:
             if not self._memory.has_weights:
                 logger.error("Some weights are replaced, others are not: the engine is asleep.")
-                self._set(asleep | {WEIGHTS, SCHEDULING})
+                self._set(asleep | {WEIGHTS, SCHEDULING}, 2)
             raise
         if WEIGHTS in asleep:
             asleep.remove(WEIGHTS)
             if KV_CACHE not in asleep:
                 asleep.clear()
-        self.state = EngineState(self.state.asleep, operation.version)
-        self._set(asleep)
-        logger.info("weights %s of %s", operation.version, operation.path or "tensors")
+        self._num_updates += 1
+        self._set(asleep, version=operation.version or str(self._num_updates))
+        logger.info("weights %s of %s", self.state.weight_version, operation.path or "tensors")
 
     def _drop_caches(self) -> None:
         """Forget all that was computed; requests that have begun compute it again."""
@@ -154,6 +155,9 @@ class CoreOperations:
             )
         self._scheduler.encoder.cache.clear()
 
-    def _set(self, asleep: set[str]) -> None:
+    def _set(self, asleep: set[str], level: int | None = None, version: str | None = None) -> None:
+        """The new state; level and version stay where they are None."""
         in_order = tuple(each for each in TAGS if each in asleep)
-        self.state = EngineState(in_order, self.state.weight_version)
+        level = self.state.level if level is None else level
+        version = self.state.weight_version if version is None else version
+        self.state = EngineState(in_order, version, level if asleep else None)

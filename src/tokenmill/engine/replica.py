@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,6 +32,8 @@ class Replica:
         self.roster = Roster()
         self.stats = StatsKeeper()
         self._max_running = max_running
+        self.on_ready: Callable[[Replica], None] = lambda replica: None
+        """Called when another core takes requests, before it gets any."""
         self._keeper: ServedRequests
 
     def serve(self, keeper: ServedRequests) -> None:
@@ -125,6 +128,7 @@ class Replica:
     def on_core_ready(self) -> None:
         """Another core takes requests: all that are unfinished go on in it."""
         self.stats.num_restarts += 1
+        self.on_ready(self)
         self.submit_due()
 
     def on_give_up(self, error: EngineDeadError) -> None:

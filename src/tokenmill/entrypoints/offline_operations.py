@@ -19,7 +19,6 @@ class OfflineOperations:
 
     llm_engine: LLMEngine
     _turn: threading.Lock
-    _num_updates = 0
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Pause, and give memory back to the system until `wake_up`.
@@ -57,7 +56,7 @@ class OfflineOperations:
         self,
         weights: str | os.PathLike[str] | Iterable[tuple[str, torch.Tensor]],
         *,
-        version: str | None = None,
+        version: str = "",
         mode: str = "wait",
     ) -> None:
         """Replace the weights of the running engine, in the memory of those before.
@@ -76,8 +75,6 @@ class OfflineOperations:
         If that shows when some are replaced already, the engine is asleep until an update succeeds.
         """
         with self._turn:
-            self._num_updates += 1
-            version = str(self._num_updates) if version is None else version
             if isinstance(weights, str | os.PathLike):
                 self.llm_engine.operate(UpdateWeights(os.fspath(weights), version, mode))
             else:

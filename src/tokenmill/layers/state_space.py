@@ -48,7 +48,7 @@ class Mamba2Mixer(nn.Module):
             self.conv_bias.zero_()
         self.log_a, self.d, self.dt_bias = (_float32(shape.num_heads) for _ in range(3))
         self.norm_weight = _float32(shape.num_inner)
-        self._derived: StateSpaceWeights
+        self._derived: StateSpaceWeights | None = None
         self._states: StateSpace | None = None
         self._state_cache: StateCache | None = None
 
@@ -86,8 +86,9 @@ class Mamba2Mixer(nn.Module):
 
     def refresh(self) -> None:
         """Compute again what `bind` has computed of the weights, which have changed."""
-        self._derived.conv_weight.copy_(self.conv_weight[:, 0].t())
-        torch.exp(self.log_a, out=self._derived.a).neg_()
+        if self._derived is not None:
+            self._derived.conv_weight.copy_(self.conv_weight[:, 0].t())
+            torch.exp(self.log_a, out=self._derived.a).neg_()
 
     @property
     def state_cache(self) -> StateCache:

@@ -38,6 +38,7 @@ class Refill:
         self._model = model
         self._family = get_model_class(model_config.architecture)
         self._architecture = model_config.architecture
+        self._reads_head = model_config.pooling is None
         left_out = self._left_out(formats)
         self._formats = {_full(name, left_out): each for name, each in formats.items()}
 
@@ -48,8 +49,12 @@ class Refill:
         slots, names = self._slots(checkpoint), checkpoint.tensor_shapes
         check_names_and_shapes(slots, checkpoint, self._unread(names))
         left_out = self._left_out(names)
-        if self._is_tied and not has_tied_head(
-            True, checkpoint, HEAD, self._family.embedding_name.removeprefix(left_out)
+        if (
+            self._is_tied
+            and self._reads_head
+            and not has_tied_head(
+                True, checkpoint, HEAD, self._family.embedding_name.removeprefix(left_out)
+            )
         ):
             raise InvalidRequestError(
                 f"{checkpoint.path} has a head of its own, and the model was built with one that is"
@@ -78,7 +83,10 @@ class Refill:
         """
         slots = {slot.name: slot for slot in weight_slots(self._model)}
         missing = dict.fromkeys(slots)
+        tied: list[torch.Tensor] = []
         for given, tensor in tensors:
+            if self._is_tied and given in (HEAD, self._family.embedding_name):
+                tied.append(tensor)
             name = given if given in slots else self._family.optional_prefix + given
             if name not in slots and (
                 given in self._unread([given]) or given.endswith(DERIVED_SUFFIXES)
@@ -93,6 +101,11 @@ class Refill:
             more = f", and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
             names = ", ".join(list(missing)[:MAX_LISTED])
             raise CheckpointError(f"{len(missing)} tensors did not come: {names}{more}.")
+        if len(tied) > 1 and self._reads_head and not torch.equal(*tied):
+            raise CheckpointError(
+                f"{HEAD} differs from the embedding, and the model was built without a head of its"
+                f" own. Build another engine."
+            )
         self._settle()
 
     def memory(self) -> Iterable[torch.Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from tokenmill.config.engine_config import EngineConfig
+from tokenmill.contracts.operations import EngineState, Operation
 from tokenmill.contracts.request import AdapterRef
 from tokenmill.engine.adapters import AdapterRegistry, KnownAdapter
 from tokenmill.engine.engine_stats import EngineStats
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
     from tokenmill.features.multimodal.images import Images
 
 
+class Operations(Protocol):
+    """Sleeping, waking up, other weights; `ServedOperations` is one."""
+
+    state: EngineState
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    async def operate(self, operation: Operation) -> EngineState: ...
+
+
 class Engine(Protocol):
     """An engine that computes beside the event loop. `AsyncLLM` says what each member does."""
 
@@ -27,6 +39,9 @@ class Engine(Protocol):
     tokenizer: Tokenizer | None
     default_params: SamplingParams
     adapters: AdapterRegistry
+
+    @property
+    def operations(self) -> Operations: ...
 
     @property
     def images(self) -> Images | None: ...

@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 
 import tokenmill
 from tokenmill.entrypoints.http.adapter_protocol import ADAPTER_STRUCTS
+from tokenmill.entrypoints.http.admin_protocol import UpdateWeightsRequest
 from tokenmill.entrypoints.http.errors import STATUS_TEXT
 from tokenmill.entrypoints.http.messages.protocol import MESSAGES_STRUCTS
 from tokenmill.entrypoints.http.pooling_protocol import POOLING_STRUCTS
@@ -43,6 +44,7 @@ _STRUCTS = [
     Model,
     ModelList,
     ErrorReply,
+    UpdateWeightsRequest,
     *POOLING_STRUCTS,
     *ADAPTER_STRUCTS,
     *MESSAGES_STRUCTS,

@@ -99,6 +99,7 @@ class SchedulerCollector(Collector):
             ),
             lambda each: is_open and each.is_healthy,
         )
+        yield self._sleep_state()
         refused = CounterMetricFamily(
             "tokenmill:requests_refused", "Requests answered 429.", labels=LABELS
         )
@@ -121,6 +122,18 @@ class SchedulerCollector(Collector):
         assert isinstance(family, GaugeMetricFamily | CounterMetricFamily)
         for labels, part in self._parts():
             family.add_metric(labels, value_of(part))
+        return family
+
+    def _sleep_state(self) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for what the engine is: awake, or asleep without KV or without weights as well.",
+            labels=(*LABELS, "sleep_state"),
+        )
+        level = self._engine.operations.state.level or 0
+        for labels in self._labels:
+            for at, name in enumerate(("awake", "weights_offloaded", "discard_all")):
+                family.add_metric((*labels, name), level == at)
         return family
 
     def _adapters(self, max_loras: int) -> GaugeMetricFamily:
