@@ -13,9 +13,8 @@ from tokenmill.pooling_params import PoolingParams
 PROMPTS = [f"The quick brown fox jumps over {number} lazy dogs. " * 3 for number in range(24)]
 
 
-async def embed_all(*, kill_after: int) -> list[list[float]]:
-    args = serve_args(dtype="float32", runner="pooling", max_num_seqs=2, num_kv_blocks=40)
-    llm = await AsyncLLM.start(args)
+async def embed_all(llm: AsyncLLM, *, kill_after: int) -> list[list[float]]:
+    """All at once; the core is killed when `kill_after` vectors have come."""
     num_done = 0
 
     async def one(number: int) -> list[float]:
@@ -31,15 +30,23 @@ async def embed_all(*, kill_after: int) -> list[list[float]]:
             found: list[float] = output.pooled.tolist()
         return found
 
-    try:
-        vectors = await asyncio.gather(*(one(number) for number in range(len(PROMPTS))))
-        assert (await llm.stats()).num_restarts == (1 if kill_after else 0)
-        return vectors
-    finally:
-        await llm.shutdown()
+    vectors = await asyncio.gather(*(one(number) for number in range(len(PROMPTS))))
+    assert (await llm.stats()).num_restarts == (1 if kill_after else 0)
+    return vectors
 
 
 def test_vectors_are_the_same_after_a_crash() -> None:
-    undisturbed = asyncio.run(embed_all(kill_after=0))
-    assert asyncio.run(embed_all(kill_after=4)) == undisturbed
-    assert len({tuple(vector) for vector in undisturbed}) == len(PROMPTS)
+    async def main() -> None:
+        args = serve_args(
+            dtype="float32", runner="pooling", max_num_seqs=2, num_kv_blocks=40,
+            enable_prefix_caching=False,
+        )  # fmt: skip
+        llm = await AsyncLLM.start(args)
+        try:
+            undisturbed = await embed_all(llm, kill_after=0)
+            assert await embed_all(llm, kill_after=4) == undisturbed
+        finally:
+            await llm.shutdown()
+        assert len({tuple(vector) for vector in undisturbed}) == len(PROMPTS)
+
+    asyncio.run(main())

@@ -13,7 +13,7 @@ from helpers.transformers_families import LIBRARY_FAMILIES, LibraryFamily
 from tokenmill import LLM, SamplingParams
 from tokenmill.kernels import native
 
-MAX_TOKENS = 10
+MAX_TOKENS = 6
 SHARED = prompt(64, 1)
 PROMPTS = [prompt(29, 2), SHARED + prompt(24, 3), SHARED + prompt(7, 5), [11]]
 
