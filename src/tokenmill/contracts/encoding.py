@@ -5,6 +5,7 @@ mappings.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,21 @@ class LogRecord(msgspec.Struct, array_like=True, tag=0):
         made = logger.makeRecord(self.name, self.level, "", 0, "%s", (self.message,), None)
         made.created = self.created
         logger.handle(made)
+
+
+class LogSender(logging.Handler):
+    """Gives the records of a process to its starter, whose handlers decide how they look."""
+
+    def __init__(self, send: Callable[[LogRecord], object], prefix: str = "") -> None:
+        """`send` is called with each record, behind `prefix`, from any thread."""
+        super().__init__()
+        self._send = send
+        self._prefix = prefix
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # The formatter's text has the traceback of an exception, if there is one.
+        text = self._prefix + self.format(record)
+        self._send(LogRecord(record.name, record.levelno, text, record.created))
 
 
 def describe(error: BaseException) -> ErrorInfo:

@@ -8,10 +8,9 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -27,11 +26,12 @@ from tokenmill.engine import wire
 from tokenmill.engine.placement import ANYWHERE, Placement
 from tokenmill.engine.status_page import StatusPage
 from tokenmill.errors import EngineDeadError
-from tokenmill.executor.lifeline import how_it_ended
+from tokenmill.executor.lifeline import how_it_ended, start_child
 
 T = TypeVar("T")
 
 DEFAULT_FACTORY = "tokenmill.engine.build:build_core"
+_MODULE = "tokenmill.engine.core_process"
 _MAX_SOCKET_PATH = 100
 """Bytes that the system takes for the path of a socket, a few less."""
 _CONNECT_INTERVAL_MS = 10
@@ -71,7 +71,14 @@ class ProcessClient:
         # We connect and the core binds: the side that connects keeps what it sends until the other
         # is there, and is not held up when the other has gone.
         self._socket.connect(address)
-        self._process = _spawn(address, self.page.fd, placement.environment)
+        self._process = start_child(
+            _MODULE,
+            address,
+            str(self.page.fd),
+            str(os.getpid()),
+            pass_fds=(self.page.fd,),
+            environment=placement.environment,
+        )
         self._resets: deque[Future[bool]] = deque()
         self._loading: dict[int, Future[AdapterInfo]] = {}
         """Adapters that the core reads, by the numbers of our questions."""
@@ -267,21 +274,6 @@ def _private_directory() -> Path:
     if len(os.fsencode(parent)) + len("/tokenmill-12345678/core") > _MAX_SOCKET_PATH:
         parent = "/tmp"
     return Path(tempfile.mkdtemp(prefix="tokenmill-", dir=parent))
-
-
-def _spawn(address: str, page_fd: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the interpreter that this one is, with the same modules in reach."""
-    command = [sys.executable, "-P", "-m", "tokenmill.engine.core_process"]
-    return subprocess.Popen(
-        [*command, address, str(page_fd), str(os.getpid())],
-        stdin=subprocess.PIPE,  # its end tells the core that we are gone
-        pass_fds=(page_fd,),
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            **environment,
-        },
-    )
 
 
 def _open_pidfd(pid: int) -> int | None:

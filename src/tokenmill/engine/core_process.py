@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from concurrent.futures import Future
 
 import zmq
 
-from tokenmill.contracts.encoding import LogRecord, describe
+from tokenmill.contracts.encoding import LogRecord, LogSender, describe
 from tokenmill.contracts.operations import EngineState
 from tokenmill.contracts.request import (
     AdapterInfo,
@@ -31,7 +30,7 @@ from tokenmill.engine import wire
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.status_page import StatusPage
 from tokenmill.errors import InvalidRequestError
-from tokenmill.executor.lifeline import leave, report_crashes, start_lifeline
+from tokenmill.executor.lifeline import begin_child, leave, start_lifeline
 
 logger = logging.getLogger(__name__)
 
@@ -81,21 +80,6 @@ class Channel:
         if self._socket.poll(timeout_ms):
             return wire.decode_to_core(self._socket.recv())
         return None
-
-
-class _LogSender(logging.Handler):
-    """Gives the core's logs to the front end, whose handlers decide how they look."""
-
-    def __init__(self, channel: Channel) -> None:
-        super().__init__()
-        self._channel = channel
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # The formatter's text has the traceback of an exception, if there is one.
-        message = self.format(record)
-        self._channel.log(
-            LogRecord(record.name, record.levelno, message, record.created),
-        )
 
 
 class CoreLoop:
@@ -242,7 +226,7 @@ def serve(channel: Channel, page: StatusPage) -> int:
         os.sched_setaffinity(0, setup.cpus)
     package_logger = logging.getLogger("tokenmill")
     package_logger.setLevel(setup.log_level)
-    package_logger.addHandler(_LogSender(channel))
+    package_logger.addHandler(LogSender(channel.log))
     try:
         core = build(setup, channel)
     except Exception as error:  # the process boundary: the front end raises it again
@@ -262,10 +246,7 @@ def serve(channel: Channel, page: StatusPage) -> int:
 
 def main(address: str, page_fd: int, parent_pid: int) -> None:
     """Run the core of the front end that connects to `address`, until either ends."""
-    # The front end decides when to end; a signal to the whole process group is meant for it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    report_crashes()
+    begin_child()
     os.set_inheritable(page_fd, False)
     page = StatusPage(page_fd)
     start_lifeline(parent_pid, beat=page.beat_core)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokenmill.config.parallel import ParallelConfig
-from tokenmill.executor.lifeline import how_it_ended
+from tokenmill.executor.lifeline import how_it_ended, start_child
 from tokenmill.kernels import native
 from tokenmill.kernels.rank_memory import create_memory
 
@@ -83,7 +82,6 @@ def end_ranks(ranks: Sequence[LocalRank], *, grace: float = _END_GRACE) -> None:
 def _start(
     rank: int, address: str | socket.socket, memory: int | None, model_path: str
 ) -> subprocess.Popen[bytes]:
-    """The interpreter that this one is, with the same modules in reach."""
     fds = [] if memory is None else [memory]
     end = f"fd:{address.fileno()}" if isinstance(address, socket.socket) else address
     if isinstance(address, socket.socket):
@@ -91,12 +89,7 @@ def _start(
     in_main = threading.current_thread() is threading.main_thread()
     arguments = [end, str(rank), str(os.getpid()), str(int(in_main)), str(memory or -1), model_path]
     try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", _MODULE, *arguments],
-            stdin=subprocess.PIPE,  # its end tells the process that we are gone
-            pass_fds=fds,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
+        return start_child(_MODULE, *arguments, pass_fds=fds)
     finally:
         if isinstance(address, socket.socket):
             address.close()

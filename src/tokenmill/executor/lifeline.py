@@ -16,12 +16,44 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import NoReturn
 
 BEAT_INTERVAL = 0.25
 """Seconds between two looks at the parent, and between two signs of life."""
 _PR_SET_PDEATHSIG = 1
+
+
+def start_child(
+    module: str,
+    *arguments: str,
+    pass_fds: Collection[int],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[bytes]:
+    """Run a module of ours in a process that begins with `begin_child` and `start_lifeline`: on the
+    interpreter that this one is, with the same modules in reach. Raises `OSError`.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        stdin=subprocess.PIPE,  # its end tells the child that we are gone
+        pass_fds=pass_fds,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            **environment,
+        },
+    )
+
+
+def begin_child() -> None:
+    """Leave it to the parent when to end, for which a signal to the whole process group is meant;
+    and have the stack written to stderr, if there is one, when the system ends this process.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.stderr is not None:
+        faulthandler.enable()
 
 
 def start_lifeline(
@@ -48,12 +80,6 @@ def _watch(parent_pid: int, beat: Callable[[], object]) -> None:
         if readable and not os.read(stdin, 1):
             break
     os._exit(1)
-
-
-def report_crashes() -> None:
-    """Have the stack written to stderr, if there is one, when the system ends this process."""
-    if sys.stderr is not None:
-        faulthandler.enable()
 
 
 def leave(status: int) -> NoReturn:

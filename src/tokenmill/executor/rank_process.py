@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -21,9 +20,9 @@ from dataclasses import replace
 from tokenmill import __version__
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.parallel import RankPlace
-from tokenmill.contracts.encoding import LogRecord, describe
+from tokenmill.contracts.encoding import LogSender, describe
 from tokenmill.executor import messages
-from tokenmill.executor.lifeline import leave, report_crashes, start_lifeline
+from tokenmill.executor.lifeline import begin_child, leave, start_lifeline
 from tokenmill.kernels.native import active_isa
 from tokenmill.parallel.join import join_group
 from tokenmill.worker.ranks import GroupRanks, StageRanks
@@ -53,23 +52,6 @@ class Channel:
     def receive(self) -> messages.ToRank:
         """The next message. Raises `EOFError` if the executor has gone."""
         return messages.receive_to_rank(self._stream)
-
-
-class _LogSender(logging.Handler):
-    """Gives a rank's logs to the executor."""
-
-    def __init__(self, channel: Channel, rank: int) -> None:
-        super().__init__()
-        self._channel = channel
-        self._rank = rank
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._rank and record.levelno < logging.WARNING:
-            return  # all ranks choose alike, and the first one tells
-        message = self.format(record)
-        if self._rank:
-            message = f"rank {self._rank}: {message}"
-        self._channel.send(LogRecord(record.name, record.levelno, message, record.created))
 
 
 class RankLoop:
@@ -141,7 +123,10 @@ def serve(channel: Channel, memory_fd: int, model_path: str) -> int:
     setup.config = _on_this_machine(setup.config, num_processors, model_path)
     package_logger = logging.getLogger("tokenmill")
     package_logger.setLevel(setup.log_level)
-    package_logger.addHandler(_LogSender(channel, setup.rank))
+    sender = LogSender(channel.send, f"rank {setup.rank}: " if setup.rank else "")
+    if setup.rank:  # all ranks choose alike, and the first one tells
+        sender.setLevel(logging.WARNING)
+    package_logger.addHandler(sender)
     ranks = None
     try:
         ranks = _join_ranks(setup, place, memory_fd, channel)
@@ -228,10 +213,7 @@ def main(
     model_path: str,
 ) -> None:
     """Be the rank of the executor at `address`, until either ends."""
-    # The executor decides when to end; a signal to the whole process group is meant for it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    report_crashes()
+    begin_child()
     if memory_fd >= 0:
         os.set_inheritable(memory_fd, False)
     start_lifeline(parent_pid, dies_with_thread=dies_with_thread)
