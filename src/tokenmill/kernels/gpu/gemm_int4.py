@@ -164,7 +164,7 @@ def _plan(tile: Int4Tile, group_size: int, num_segments: int, *, is_even: bool) 
 
 
 @triton.jit
-def _dequantize(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
+def dequantize_int4(codes: tl.tensor, scales: tl.tensor) -> tl.tensor:
     """Turn codes, uint8 [N, K] of one group a row, and scales, int32 [N], into bfloat16.
 
     128 + code is the bfloat16 with the code in its lowest bits: no conversion of integers.
@@ -212,9 +212,9 @@ def _add_step(operands: tl.tuple, step: tl.tensor, total: tl.tensor, P: tl.const
         if P.group_size == HALF:
             high_scales = tl.load(scale_columns + (group + 1) * num_columns)
         first = step * _STEP + unit * 2 * HALF
-        low = _dequantize(codes & 15, low_scales)
+        low = dequantize_int4(codes & 15, low_scales)
         total = dot(low, tl.trans(_load_x(x_rows, first, depth, P)), total)
-        high = _dequantize(codes >> 4, high_scales)
+        high = dequantize_int4(codes >> 4, high_scales)
         total = dot(high, tl.trans(_load_x(x_rows, first + HALF, depth, P)), total)
     return total
 
@@ -246,12 +246,12 @@ def _all_segments(
     segment = _empty_sum(P)
     end = segment_depth // _STEP
     for step in range(tl.cdiv(depth, _STEP)):
-        segment = _add_step(operands, step, segment, P)
-        if step + 1 >= end:
+        # Here, not behind the product: there the compiler would read it before it is complete.
+        if step == end:
             total += segment
             segment = _empty_sum(P)
             end += segment_depth // _STEP
-    # The last one, if it is shorter than the others.
+        segment = _add_step(operands, step, segment, P)
     return total + segment
 
 

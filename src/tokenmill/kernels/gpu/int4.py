@@ -60,25 +60,32 @@ class PackedInt4:
         """Fill `rows` from codes, uint8 [num_rows, K], and float scale and minimum, [num_rows,
         K / group_size rounded up], on any device.
         """
-        padding = padded_depth(self.in_features) - self.in_features
-        codes = functional.pad(codes, (0, padding))
-        half = half_unit(self.group_size)
-        low, high = codes.unflatten(1, (-1, 2, half)).unbind(2)
-        self.codes[rows] = (low | high << 4).flatten(1).to(self.codes.device)
+        self.codes[rows] = pack_codes(codes, self.group_size).to(self.codes.device)
         packed = pack_scales(scale, minimum)
         packed = functional.pad(packed, (0, len(self.scales) - packed.shape[1]))
         self.scales[:, rows] = packed.t().to(self.scales.device)
 
     def unpack_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ids, int32 or int64 [num_ids], as bfloat16 [num_ids, K]."""
-        codes = self.codes[ids]
-        half = half_unit(self.group_size)
-        low_and_high = [part.unflatten(1, (-1, half)) for part in (codes & 15, codes >> 4)]
-        values = torch.stack(low_and_high, dim=2).flatten(1)
+        values = unpack_codes(self.codes[ids], self.group_size)
         scale, minimum = unpack_scales(self.scales[:, ids].t())
         repeated = [s.repeat_interleave(self.group_size, dim=1) for s in (scale, minimum)]
         weight = values.float() * repeated[0] + repeated[1]
         return weight.to(torch.bfloat16)[:, : self.in_features]
+
+
+def pack_codes(codes: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Codes, uint8 [N, K], two a byte, as the kernel reads them: [N, padded K / 2]."""
+    padded = functional.pad(codes, (0, padded_depth(codes.shape[1]) - codes.shape[1]))
+    low, high = padded.unflatten(1, (-1, 2, half_unit(group_size))).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpack_codes(packed: torch.Tensor, group_size: int) -> torch.Tensor:
+    """What `pack_codes` packed, uint8 [N, padded K]."""
+    half = half_unit(group_size)
+    low_and_high = [part.unflatten(1, (-1, half)) for part in (packed & 15, packed >> 4)]
+    return torch.stack(low_and_high, dim=2).flatten(1)
 
 
 def pack_int4(

@@ -22,26 +22,18 @@ import triton.language as tl
 from tokenmill.kernels.experts import ExpertGate
 from tokenmill.kernels.gpu.activation import gated_activation, gated_activation_reference
 from tokenmill.kernels.gpu.dot import dot
+from tokenmill.kernels.gpu.four_bit_experts import FourBitExperts
 from tokenmill.kernels.gpu.gemm_tiles import tile_of_program
 from tokenmill.kernels.gpu.launch import CompileCase, cdiv, define_op
+from tokenmill.kernels.gpu.moe_four_bit import grouped_matmul_four_bit
 from tokenmill.kernels.gpu.moe_order import ExpertOrder, align_experts
+from tokenmill.kernels.gpu.moe_tiles import MoeTile, rows_of_tile, store_rows
 
 _COMBINE_COLUMNS = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class MoeTile:
-    """The part of a grouped product that one program computes."""
-
-    block_m: int
-    """Rows of one expert."""
-    block_n: int
-    """Rows of the weight, a multiple of 64: it is the first operand of the matrix instruction."""
-    block_k: int
-    num_warps: int
-    num_stages: int
-    group_m: int = 8
-
+ExpertWeight = torch.Tensor | FourBitExperts
+"""A matrix of each expert, [num_experts, N, K]."""
 
 MOE_TILES: tuple[tuple[int, MoeTile], ...] = (
     (16, MoeTile(16, 64, 128, 4, 4)),
@@ -60,7 +52,7 @@ def choose_moe_tile(num_pairs: int, num_experts: int) -> MoeTile:
 
 def grouped_matmul(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: ExpertWeight,
     order: ExpertOrder,
     out: torch.Tensor,
     *,
@@ -72,10 +64,14 @@ def grouped_matmul(
 
     weight is [num_experts, N, K], bias [num_experts, N], out [num_tokens * k, N] in the order's
     rows. With `pairs_per_token`, k, x is [num_tokens, K] and a row's source its token; else x is
-    [num_tokens * k, K] in the order's rows itself. x and weight are of one type, all are
-    contiguous; bias and out are bfloat16, float16 or float32. Sums are float32, rounded once, after
-    the bias. Rows behind the last pair's are not written.
+    [num_tokens * k, K] in the order's rows itself. x and weight are of one type, or the weight has
+    four bits and x is bfloat16; all are contiguous; bias and out are bfloat16, float16 or float32.
+    Sums are float32, rounded once, after the bias. Rows behind the last pair's are not written.
     """
+    if isinstance(weight, FourBitExperts):
+        assert tile is None
+        grouped_matmul_four_bit(x, weight, order, out, bias=bias, pairs_per_token=pairs_per_token)
+        return
     num_rows, (num_experts, num_columns, depth) = len(order.pair_of_row), weight.shape
     tile = tile or choose_moe_tile(num_rows, num_experts)
     assert tile.block_m == order.block_m
@@ -149,7 +145,7 @@ class MoeBuffers:
 
     @classmethod
     def allocate(
-        cls, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, k: int
+        cls, x: torch.Tensor, gate_up: ExpertWeight, down: ExpertWeight, k: int
     ) -> MoeBuffers:
         """Room for the tokens x [num_tokens, H] and these weights."""
         num_pairs = len(x) * k
@@ -164,8 +160,8 @@ class MoeBuffers:
 
 def experts_mlp(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     expert_of_pair: torch.Tensor,
     weight_of_pair: torch.Tensor,
     out: torch.Tensor,
@@ -243,15 +239,13 @@ def _grouped_matmul_kernel(
     tile, tile_n = tile_of_program(tl.program_id(0), num_tiles, num_columns, 1, BLOCK_N, GROUP_M)
     expert = tl.load(tiles + tile)
     if expert >= 0:
-        end = tl.load(tiles + 2 * num_tiles + tile)
-        rows = tl.load(tiles + num_tiles + tile) + tl.arange(0, BLOCK_M)
-        source = tl.minimum(rows, end - 1)
-        if PAIRS_PER_TOKEN > 0:
-            source = tl.load(pair_of_row + source) // PAIRS_PER_TOKEN
+        rows, end, source = rows_of_tile(
+            tiles, pair_of_row, tile, num_tiles, PAIRS_PER_TOKEN, BLOCK_M
+        )
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         column_index = tl.minimum(columns, num_columns - 1).to(tl.int64)
         steps = tl.arange(0, BLOCK_K)[None, :]
-        x_rows = x + source.to(tl.int64)[:, None] * depth + steps
+        x_rows = x + source[:, None] * depth + steps
         matrix = weight + expert.to(tl.int64) * num_columns * depth
         weight_rows = matrix + column_index[:, None] * depth + steps
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -264,12 +258,7 @@ def _grouped_matmul_kernel(
                 x_tile = tl.load(x_rows + k, mask=inside, other=0.0)
                 weight_tile = tl.load(weight_rows + k, mask=inside, other=0.0)
             total = dot(weight_tile, tl.trans(x_tile), total)
-        if bias is not None:
-            biases = bias + expert.to(tl.int64) * num_columns + column_index
-            total += tl.load(biases).to(tl.float32)[:, None]
-        offsets = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-        mask = (rows < end)[:, None] & (columns < num_columns)[None, :]
-        tl.store(out + offsets, tl.trans(total).to(out.dtype.element_ty), mask=mask)
+        store_rows(total, bias, out, expert, rows, end, columns, num_columns)
 
 
 @triton.jit
