@@ -5,8 +5,9 @@
 
 For 1 request at a time and for 8 at once, with each method in turn, round after round; medians of
 the rounds. Answers must be the same with every method. On SmolLM2-135M unless `--model` says
-otherwise; `--draft-model` adds a model that drafts, `--always` the methods without adapting. What
-`suffix` has learned is there from round to round. Prints JSON with `--json`.
+otherwise; `--draft-model` adds a model that drafts, `--eagle` and `--eagle3` a head, `--always` the
+methods without adapting. What `suffix` has learned is there from round to round. Prints JSON with
+`--json`.
 
     python benchmarks/speculation.py --sharegpt FILE
 """
@@ -140,6 +141,9 @@ def methods(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     found["suffix"] = {"method": "suffix"}
     if options.draft_model:
         found["draft_model"] = {"model": options.draft_model}
+    for head in ("eagle", "eagle3"):
+        if model := getattr(options, head):
+            found[head] = {"method": head, "model": model}
     if options.always:
         found |= {
             f"{name}, always": config | {"adaptive": False}
@@ -216,6 +220,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--draft-model", help="a model of the same vocabulary that drafts")
+    parser.add_argument("--eagle", help="a head of the first kind for the model")
+    parser.add_argument("--eagle3", help="a head of EAGLE-3 for the model")
     parser.add_argument("--always", action="store_true", help="also with as many drafts as can be")
     parser.add_argument("--sharegpt", help="JSON file of conversations; the package's by default")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
