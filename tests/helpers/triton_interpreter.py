@@ -39,9 +39,7 @@ def adapt_interpreter() -> None:
 
 @contextmanager
 def overflow_is_an_error() -> Iterator[None]:
-    """Check every sum, difference and product of integers: a third of the time, which the tests of
-    the kernels take and those of whole engines, on the same kernels, do without.
-    """
+    """Check every sum, difference and product of integers, for a third of the time."""
     _check_overflow(True)
     try:
         yield

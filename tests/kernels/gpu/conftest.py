@@ -23,9 +23,14 @@ def device() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _interpreter_settings() -> Iterator[None]:
-    """Integers of a hash wrap; numpy, which the interpreter computes with, warns of that."""
-    with warnings.catch_warnings(), overflow_is_an_error() if IS_INTERPRETED else nullcontext():
+def _interpreter_settings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Integers of a hash wrap; numpy, which the interpreter computes with, warns of that.
+
+    Sums of integers are checked where slow tests run, too.
+    """
+    with_slow_tests = request.config.option.markexpr != "not slow"
+    is_checked = IS_INTERPRETED and with_slow_tests
+    with warnings.catch_warnings(), overflow_is_an_error() if is_checked else nullcontext():
         warnings.filterwarnings("ignore", message="overflow encountered")
         torch.manual_seed(0)
         yield
