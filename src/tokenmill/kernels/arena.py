@@ -7,7 +7,8 @@ tensor in it. Replayed in the same order, the same sharing is right again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
 
@@ -22,23 +23,46 @@ class Arena:
     """Buffers that live as long as this object, shared by tensors that do not live together."""
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[_Buffer] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.numel() for buffer in self._buffers)
+        return sum(buffer.num_bytes for buffer in self._buffers)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor with arbitrary contents, aligned to 64 bytes."""
         num_bytes = prod(shape) * dtype.itemsize
-        free = [b for b in self._buffers if b.numel() >= num_bytes and _is_unused(b)]
+        free = [each for each in self._buffers if each.num_bytes >= num_bytes and each.is_unused]
         if free:
-            buffer = min(free, key=torch.Tensor.numel)
+            buffer = min(free, key=lambda each: each.num_bytes)
         else:
-            buffer = _allocate(num_bytes)
+            buffer = _Buffer(num_bytes)
             self._buffers.append(buffer)
-        return buffer[:num_bytes].view(dtype).view(shape)
+        return buffer.tensor(num_bytes).view(dtype).view(shape)
+
+
+class _Buffer:
+    """Memory of numpy's: to lend it is no operation of torch that a recording would refuse."""
+
+    def __init__(self, num_bytes: int) -> None:
+        memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        self._memory = memory[start : start + num_bytes]
+        self.num_bytes = num_bytes
+        self._lent: Callable[[], object | None] = lambda: None
+        """The array that torch holds for as long as a tensor lies in it; None once none does."""
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no tensor lies in the memory."""
+        return self._lent() is None
+
+    def tensor(self, num_bytes: int) -> torch.Tensor:
+        """The first bytes, uint8 [num_bytes]."""
+        part = self._memory[:num_bytes]
+        self._lent = weakref.ref(part)
+        return torch.from_numpy(part)
 
 
 def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -55,17 +79,3 @@ def allocate_from(arena: Arena) -> Iterator[None]:
         yield
     finally:
         _arena = before
-
-
-def _allocate(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], by way of numpy: no operation of torch that a recording would refuse."""
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[start : start + num_bytes])
-
-
-def _is_unused(buffer: torch.Tensor) -> bool:
-    """Whether no tensor but `buffer` itself lies in its memory."""
-    storage = buffer.untyped_storage()
-    # One count each for the buffer and for the handle in our hand.
-    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)
