@@ -119,6 +119,7 @@ def make_worker(
     block_size: int = 4,
     num_blocks: int = 200,
     drafter: Drafter | None = None,
+    kind: type[ModelRunner] = ModelRunner,
 ) -> tuple[Worker, ToyModel]:
     model = ToyModel(num_blocks, block_size)
     limits = RunnerLimits(
@@ -127,7 +128,7 @@ def make_worker(
     groups = [AttentionGroup(0, (LAYER,), ToyBuilder())]
     spec = KVCacheSpec(num_kv_heads=1, head_size=1, dtype="float32")
     cache = KVCacheConfig(num_blocks, block_size, (KVCacheGroup((LAYER,), spec),))
-    return Worker(ModelRunner(model, groups, limits, drafter=drafter), cache), model
+    return Worker(kind(model, groups, limits, drafter=drafter), cache), model
 
 
 def generate_alone(
