@@ -34,6 +34,15 @@ _TOWER: dict[str, Any] = {
     "patch_size": 7,
     "initializer_range": 0.15,
 }
+_INTERNVL: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": [28, 28],
+    "patch_size": [7, 7],
+}
+_TILES_OF_INTERNVL = {"crop_to_patches": True, "min_patches": 1, "max_patches": 6}
 _GRIDS = [[30, 60], [60, 30], [60, 60], [30, 90]]
 """Resolutions of tiles."""
 
@@ -217,6 +226,41 @@ VISION_FAMILIES = [
         special_tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         images="as Pixtral, with one token for 2 x 2 patches",
         decoders="Mistral",
+    ),
+    VisionFamily(
+        name="internvl",
+        models="InternVL 3 and 3.5 (in the format of transformers, without experts)",
+        architecture="InternVLForConditionalGeneration",
+        config_class="InternVLConfig",
+        tower={**_INTERNVL, "attention_bias": True},
+        decoder={"model_type": "qwen2"},
+        more={"image_token_id": IMAGE_TOKEN, "tie_word_embeddings": False},
+        processor="got_ocr2.image_processing_pil_got_ocr2:GotOcr2ImageProcessorPil",
+        preprocessor={"size": {"height": 28, "width": 28}, **_TILES_OF_INTERNVL},
+        special_tokens=("<IMG_CONTEXT>", "<img>", "</img>"),
+        images="tiles in the grid that is nearest to its shape, and the whole image; one token for"
+        " 2 x 2 patches",
+        decoders="Qwen2, Qwen3, Llama",
+        not_supported="video, experts",
+    ),
+    VisionFamily(
+        name="internvl-rms",
+        models="",
+        architecture="InternVLForConditionalGeneration",
+        config_class="InternVLConfig",
+        tower={
+            **_INTERNVL,
+            "norm_type": "rms_norm",
+            "use_qk_norm": True,
+            "use_mean_pooling": False,
+        },
+        decoder={"model_type": "qwen3", "head_dim": 64},
+        more={"image_token_id": IMAGE_TOKEN, "tie_word_embeddings": True},
+        processor="got_ocr2.image_processing_pil_got_ocr2:GotOcr2ImageProcessorPil",
+        preprocessor={"size": {"height": 28, "width": 28}, **_TILES_OF_INTERNVL},
+        special_tokens=("<IMG_CONTEXT>", "<img>", "</img>"),
+        images="",
+        decoders="",
     ),
     VisionFamily(
         name="smolvlm",

@@ -193,4 +193,6 @@ def reference_embeddings(name: str, image: Image.Image, **options: Any) -> torch
     inputs.pop("pixel_attention_mask", None)
     found = reference(name).get_image_features(**inputs)
     levels = getattr(found, "deepstack_features", None) or []
+    if family_of(name).architecture.startswith("InternVL"):  # a tile is as an image
+        return found.pooler_output.flatten(0, 1)
     return torch.cat([found.pooler_output[0], *(level[0] for level in levels)], dim=-1)

@@ -38,6 +38,7 @@ MODELS: dict[str, str] = {
     "LlavaOnevisionForConditionalGeneration": "llava_next:LlavaNextForConditionalGeneration",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3ForConditionalGeneration",
+    "InternVLForConditionalGeneration": "internvl:InternVLForConditionalGeneration",
     "Mistral3ForConditionalGeneration": "mistral3:Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLForConditionalGeneration",

@@ -169,6 +169,44 @@ def narrow_image(processor: Any) -> Any:
     return lambda: processor.process(picture(3, 700), {})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"crop_to_patches": False}, {"max_patches": 3}, {"min_patches": 3, "max_patches": 4}],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [*SIZES[:-1], (56, 28), (28, 28), (90, 30), (500, 490)], ids=str)
+def test_grids_of_tiles(size: tuple[int, int], options: dict[str, Any]) -> None:
+    image = picture(*size)
+    processor, tokenizer = processor_of("internvl"), tokenizer_of("internvl")
+    processed = processor.process(image, options)
+    theirs = reference_processor("internvl")(image, return_tensors="np", **options)
+    np.testing.assert_array_equal(pixels_of(processed.inputs), theirs["pixel_values"])
+    marks = "<IMG_CONTEXT>" * (4 * int(theirs["num_patches"][0]))
+    assert processed.token_ids == tokenizer.encode(f"<img>{marks}</img>").ids
+    assert processor.num_tokens(*size, options) == len(processed.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"crop_to_patches": 1}, "crop_to_patches is 1, but must be true or false"),
+        ({"max_patches": 7}, "max_patches is 7, but must be from 1 to 6"),
+        ({"max_patches": True}, "max_patches is True"),
+        ({"min_patches": 3, "max_patches": 2}, "min_patches is 3, but must be from 1 to 2"),
+    ],
+)
+def test_numbers_of_tiles_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        processor_of("internvl").num_tokens(30, 30, options)
+    assert caught.value.parameter == "mm_processor_kwargs"
+
+
+@pytest.mark.parametrize("settings", [{"size": {"height": 28, "width": 29}}, {"do_resize": False}])
+def test_tiles_of_internvl_are_the_tower_s(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="tower takes 28 x 28 pixels"):
+        processor_of("internvl", **settings)
+
+
 over_anyres = pytest.mark.parametrize("name", ["llava-next", "llava-onevision"])
 
 

@@ -20,6 +20,7 @@ IMAGE_PROCESSORS: dict[str, str] = {
     "LlavaOnevisionForConditionalGeneration": "anyres:AnyresImageProcessor",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3ImageProcessor",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3ImageProcessor",
+    "InternVLForConditionalGeneration": "internvl:InternVLImageProcessor",
     "Mistral3ForConditionalGeneration": "pixtral:PixtralImageProcessor",
     "Qwen2VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_vl:Qwen2VLImageProcessor",

@@ -61,8 +61,13 @@ class PatchAttention(nn.Module):
         out_name: str = "out_proj",
         is_fused: bool = False,
         bias: bool = True,
+        out_bias: bool | None = None,
+        norm_eps: float | None = None,
     ) -> None:
-        """`out_name` is what the checkpoint calls the projection at the end."""
+        """`out_name` is what the checkpoint calls the projection at the end; its bias is there if
+        the others' are, or with `out_bias`. With `norm_eps`, queries and keys have an RMSNorm each,
+        over all heads together.
+        """
         super().__init__()
         if hidden_size % num_heads:
             raise ConfigError(
@@ -74,7 +79,12 @@ class PatchAttention(nn.Module):
         names = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden_size)
         self.qkv = parts.linear(hidden_size, 3 * hidden_size if is_fused else names, bias=bias)
         self.out_name = out_name
-        self.add_module(out_name, parts.linear(hidden_size, hidden_size, bias=bias))
+        out_bias = bias if out_bias is None else out_bias
+        self.add_module(out_name, parts.linear(hidden_size, hidden_size, bias=out_bias))
+        self.has_norms = norm_eps is not None
+        if norm_eps is not None:
+            self.q_norm = parts.rms_norm(hidden_size, norm_eps)
+            self.k_norm = parts.rms_norm(hidden_size, norm_eps)
 
     def forward(
         self,
@@ -88,6 +98,9 @@ class PatchAttention(nn.Module):
         """
         qkv = self.qkv(x)
         query, key, value = qkv.view(len(qkv), 3, self.num_heads, -1).unbind(1)
+        if self.has_norms:
+            query = self.q_norm(query.flatten(1))[0].view(query.shape)
+            key = self.k_norm(key.flatten(1))[0].view(key.shape)
         attended = attend_patches(self.kernels, query, key, value, angles=angles, lengths=lengths)
         out: torch.Tensor = self.get_submodule(self.out_name)(attended.flatten(1))
         return out
