@@ -112,6 +112,9 @@ class ServeArgs:
     none."""
     response_ttl: float = 86_400.0
     """Seconds after a response was made, or last continued, until it is forgotten."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector, such as http://localhost:4318/v1/traces: it gets a span
+    for each prompt (see docs/operations.md)."""
     log_requests: bool = False
     """One line for each request: status, times, tokens; never a prompt or a key."""
     log_format: str = "text"

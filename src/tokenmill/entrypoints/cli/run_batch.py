@@ -121,9 +121,11 @@ async def _run(
     from tokenmill.entrypoints.cli.progress import loading_progress
     from tokenmill.entrypoints.http.adapters import check_first_adapters
     from tokenmill.entrypoints.http.answer_settings import check_answer_settings
+    from tokenmill.entrypoints.http.traces import check_traces
 
     check_answer_settings(serve_args, args.reasoning_parser)
     check_first_adapters(serve_args, args)
+    check_traces(serve_args)
     with loading_progress(console, shown=not quiet) as on_progress:
         engine = await AsyncLLM.start(args, on_progress=on_progress)
     try:
@@ -164,6 +166,7 @@ async def answer_all(
         await runner.run(lines, write)
     counts, metrics = runner.counts, state.metrics
     await state.responses.close()
+    state.traces.close()
     if not quiet:
         console.print(
             f"{counts.num_done} requests in {time.monotonic() - started:.2f} s,"

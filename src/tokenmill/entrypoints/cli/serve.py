@@ -143,6 +143,7 @@ async def _serve(
     from tokenmill.entrypoints.http.answer_settings import check_answer_settings
     from tokenmill.entrypoints.http.auth import api_keys
     from tokenmill.entrypoints.http.server import run_server
+    from tokenmill.entrypoints.http.traces import check_traces
 
     # What can be wrong is found before minutes go into loading a model.
     template = read_template(args.chat_template)
@@ -150,6 +151,7 @@ async def _serve(
         _check_template(template)
     check_answer_settings(serve_args, args.reasoning_parser)
     check_first_adapters(serve_args, args)
+    check_traces(serve_args)
     warn_of_open_doors(serve_args, num_keys=len(api_keys(serve_args)))
 
     async def start_engine() -> AsyncLLM:

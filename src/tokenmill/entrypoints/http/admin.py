@@ -73,7 +73,7 @@ async def is_sleeping(request: Request) -> Response:
 
 @router.post("/pause", responses=plain("No step is made any more.", 400, 403, 503))
 async def pause(request: Request) -> Response:
-    """Make no steps: `mode` (abort by default), `clear_cache` (true by default) forgets prefixes."""
+    """Make no steps: `mode` (abort by default); `clear_cache` (true by default) forgets KV."""
     state = _admin(request)
     query = _query(request, "mode", "clear_cache")
     clear = query.get("clear_cache", ["true"])[-1].lower()

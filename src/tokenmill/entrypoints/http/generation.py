@@ -131,6 +131,7 @@ class Generation:
                 await closing()
             if not refused:
                 state.metrics.end_of_prompt(progress)
+                state.traces.end_of_prompt(progress, self.record)
 
     def _items(self, prompt: Prompt, *, stream: bool) -> AsyncIterator[RequestOutput]:
         if self.beams is not None:

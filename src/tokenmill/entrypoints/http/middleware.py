@@ -38,6 +38,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         record = RequestRecord(request_id_of(scope["headers"]), scope["method"], scope["path"])
+        record.trace_context = self._state.traces.context_of(scope["headers"])
         scope["tokenmill.record"] = record
         shape = error_shape(route_path(scope))
         request_id = record.request_id.encode("ascii")

@@ -6,6 +6,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import Any
 
 from tokenmill.entrypoints.http.auth import Headers
 from tokenmill.errors import InvalidRequestError, shown
@@ -39,6 +40,8 @@ class RequestRecord:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     first_token_time: float | None = None
+    trace_context: Any = None
+    """The trace that the client's request belongs to, if spans are made."""
 
     def choose_rank(self, data_parallel_rank: int | None) -> None:
         """A field in the body goes before the header."""

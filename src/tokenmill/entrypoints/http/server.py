@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from tokenmill.config.serve_args import ServeArgs
+from tokenmill.engine.daemon_thread import in_daemon_thread
 from tokenmill.engine.serve_options import ServeOptions
 from tokenmill.entrypoints.http.adapters import load_first_adapters, parse_adapters
 from tokenmill.entrypoints.http.app import create_app
@@ -107,4 +108,5 @@ async def _serve(
         server.should_exit = server.force_exit = True
         await asyncio.gather(serving, loads, return_exceptions=True)
         await state.responses.close()
+        await in_daemon_thread(state.traces.close)
     return EXIT_ENGINE_DEAD if died.is_set() else 0

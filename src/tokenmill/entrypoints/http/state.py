@@ -25,6 +25,7 @@ from tokenmill.entrypoints.http.errors import UnavailableError
 from tokenmill.entrypoints.http.metrics import ServerMetrics
 from tokenmill.entrypoints.http.record import RequestRecord
 from tokenmill.entrypoints.http.responses.store import ResponseStore
+from tokenmill.entrypoints.http.traces import Traces, make_traces
 from tokenmill.errors import ConfigError, ModelNotFoundError, shown
 from tokenmill.tokenizer.tokenizer import Tokenizer
 
@@ -46,6 +47,7 @@ class ServerState:
     args: ServeArgs
     keys: ApiKeys
     metrics: ServerMetrics
+    traces: Traces
     admission: Admission
     model_names: tuple[str, ...]
     answers: AnswerSettings
@@ -152,6 +154,7 @@ def make_state(
         args=args,
         keys=api_keys(args),
         metrics=ServerMetrics(engine, admission, names[0]),
+        traces=make_traces(args, names[0]),
         admission=admission,
         model_names=names,
         answers=answer_settings(args, config.reasoning_parser, engine.tokenizer, template),
