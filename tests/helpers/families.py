@@ -239,7 +239,6 @@ FAMILIES = [
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.5,
         },
-        runs_on_gpu=False,
         not_supported="weights in float8",
     ),
     Family(
@@ -264,7 +263,6 @@ FAMILIES = [
                 "original_max_position_embeddings": 128,
             },
         },
-        runs_on_gpu=False,
         not_supported="weights in float8, prediction of several tokens",
     ),
     Family(

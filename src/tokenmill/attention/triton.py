@@ -20,7 +20,13 @@ from tokenmill.attention.cuda import (
     kv_cache_shape,
     write_step,
 )
-from tokenmill.attention.reasons import dtype_reasons, no_latents_reasons, shape_reasons
+from tokenmill.attention.reasons import dtype_reasons, shape_reasons
+from tokenmill.attention.triton_latents import (
+    LatentImpl,
+    LatentMetadataBuilder,
+    latent_cache_shape,
+    latent_reasons,
+)
 from tokenmill.config.dtypes import FLOAT8
 
 if TYPE_CHECKING:
@@ -47,22 +53,28 @@ class TritonBackend:
 
     def unsupported_reasons(self, spec: AttentionSpec) -> list[str]:
         lowest = (8, 9) if spec.kv_dtype == FLOAT8 else (8, 0)
+        has_latents = spec.value_offset is not None
         return [
             *device_reasons(spec, lowest),
             *dtype_reasons(spec, DTYPES, (FLOAT8,)),
-            *shape_reasons(spec, MAX_HEAD_SIZE),
-            *no_latents_reasons(spec),
+            *(latent_reasons(spec) if has_latents else shape_reasons(spec, MAX_HEAD_SIZE)),
         ]
 
     def get_kv_cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        if spec.value_offset is not None:
+            return latent_cache_shape(spec, num_blocks)
         return kv_cache_shape(spec, num_blocks)
 
     def make_metadata_builder(
         self, spec: AttentionSpec, limits: CacheLimits
-    ) -> TritonMetadataBuilder:
+    ) -> TritonMetadataBuilder | LatentMetadataBuilder:
+        if spec.value_offset is not None:
+            return LatentMetadataBuilder(spec, limits)
         return TritonMetadataBuilder(spec, limits)
 
-    def make_impl(self, spec: AttentionSpec) -> TritonImpl:
+    def make_impl(self, spec: AttentionSpec) -> TritonImpl | LatentImpl:
+        if spec.value_offset is not None:
+            return LatentImpl(spec)
         return TritonImpl(spec)
 
 

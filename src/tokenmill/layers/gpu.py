@@ -49,6 +49,7 @@ from tokenmill.kernels.gpu.row_quantization import quantize_rows
 from tokenmill.kernels.linear import linear_float32
 from tokenmill.layers.experts import ExpertShape
 from tokenmill.layers.gpu_experts import GpuExperts, route
+from tokenmill.layers.gpu_parts import GpuParts
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.torch_rows import TorchRows
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
@@ -103,6 +104,11 @@ class GpuKernels(TorchRows):
         self, vocab_size: int, hidden_size: int, dtype: torch.dtype
     ) -> GpuLinearMethod:
         return GpuLinearMethod(vocab_size, hidden_size, dtype, self)
+
+    def parts_method(
+        self, num_parts: int, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> GpuParts:
+        return GpuParts(num_parts, out_features, in_features, dtype, self)
 
     def experts_method(self, shape: ExpertShape) -> GpuExperts:
         return GpuExperts(shape, self)

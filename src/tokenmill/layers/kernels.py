@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +14,7 @@ from tokenmill.kernels.activation import Gate
 from tokenmill.kernels.experts import Routing
 from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpaceWeights
 from tokenmill.layers.experts import ExpertShape, ExpertsMethod
-from tokenmill.layers.linear_method import Activations, LinearMethod
+from tokenmill.layers.linear_method import Activations, LinearMethod, PartsMethod
 from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.layers.state_steps import StateSpace
@@ -123,13 +122,10 @@ class LayerKernels(Protocol):
         """Copy x [N, parts, size] into out of that shape; rows and parts of both may lie apart."""
         ...
 
-    def project_parts(
-        self, methods: Sequence[LinearMethod], x: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """Put x [N, parts, in_features], a matrix for each part, into out [N, parts, out_features].
-
-        Rows and parts of both may lie apart.
-        """
+    def parts_method(
+        self, num_parts: int, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> PartsMethod:
+        """Places for the matrices of the parts of rows."""
         ...
 
     def state_builder(self, block_size: int, num_blocks: int) -> AttentionMetadataBuilder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -44,4 +45,18 @@ class LinearMethod(StreamReader, WeightPlace, Protocol):
 
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ids, int32 or int64 [N], of the matrix: [N, in_features]."""
+        ...
+
+
+class PartsMethod(Protocol):
+    """A weight matrix [out_features, in_features] for each part of a row, and products with all."""
+
+    @property
+    def parts(self) -> Sequence[WeightPlace]:
+        """By part."""
+
+    def project_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Put x [N, parts, in_features], each part times its matrix, into out [N, parts,
+        out_features]. Rows and parts of both may lie apart.
+        """
         ...

@@ -29,7 +29,7 @@ from tokenmill.kernels.gemm import (
 )
 from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpaceWeights
 from tokenmill.layers.experts import ExpertShape, NativeExperts
-from tokenmill.layers.linear_method import Activations, LinearMethod
+from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.pack_parts import PackedWeight, pack_parts
 from tokenmill.layers.packed_states import PackedStateBuilder, PackedStateSpace
 from tokenmill.layers.state_steps import StateSpace
@@ -143,6 +143,17 @@ class PackedLinearMethod:
         return self.quantization if self.quantization and is_whole else "bfloat16"
 
 
+@dataclass(frozen=True, slots=True)
+class PackedParts:
+    """A matrix for each part of a row."""
+
+    parts: Sequence[PackedLinearMethod]
+
+    def project_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for part, method in enumerate(self.parts):
+            method.project_into(x[:, part], None, out[:, part])
+
+
 class NativeKernels:
     """The kernels of a layer, compiled, for activations in bfloat16 or float32.
 
@@ -238,12 +249,11 @@ class NativeKernels:
     def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
         fused.copy(x, out)
 
-    def project_parts(
-        self, methods: Sequence[LinearMethod], x: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        for part, method in enumerate(methods):
-            assert isinstance(method, PackedLinearMethod)
-            method.project_into(x[:, part], None, out[:, part])
+    def parts_method(
+        self, num_parts: int, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> PackedParts:
+        methods = [self.linear_method(out_features, in_features, dtype) for _ in range(num_parts)]
+        return PackedParts(methods)
 
     def state_builder(self, block_size: int, num_blocks: int) -> AttentionMetadataBuilder:
         return PackedStateBuilder(block_size, num_blocks)

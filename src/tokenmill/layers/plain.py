@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -43,6 +46,17 @@ class PlainLinearMethod(nn.Module):
         return self.weight[ids]
 
 
+@dataclass(frozen=True, slots=True)
+class PlainParts:
+    """A matrix for each part of a row."""
+
+    parts: Sequence[PlainLinearMethod]
+
+    def project_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for part, method in enumerate(self.parts):
+            out[:, part] = method.project(x[:, part].contiguous(), None, out.dtype)
+
+
 class PlainKernels(TorchRows):
     """Every kernel of a layer in torch."""
 
@@ -65,6 +79,12 @@ class PlainKernels(TorchRows):
         self, vocab_size: int, hidden_size: int, dtype: torch.dtype
     ) -> PlainLinearMethod:
         return self.linear_method(vocab_size, hidden_size, dtype)
+
+    def parts_method(
+        self, num_parts: int, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> PlainParts:
+        methods = [self.linear_method(out_features, in_features, dtype) for _ in range(num_parts)]
+        return PlainParts(methods)
 
     def experts_method(self, shape: ExpertShape) -> PlainExperts:
         return PlainExperts(shape, self.linear_method)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tokenmill.attention.backend import AttentionMetadataBuilder
@@ -11,7 +9,7 @@ from tokenmill.kernels.activation import Gate, activation
 from tokenmill.kernels.gelu import gelu
 from tokenmill.kernels.norm import layer_norm
 from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpaceWeights
-from tokenmill.layers.linear_method import Activations, LinearMethod
+from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.state_steps import StateMetadataBuilder, StateSpace, TorchStateSpace
 
 
@@ -55,12 +53,6 @@ class TorchRows:
 
     def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(x)
-
-    def project_parts(
-        self, methods: Sequence[LinearMethod], x: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        for part, method in enumerate(methods):
-            out[:, part] = method.project(x[:, part].contiguous(), None, out.dtype)
 
     def state_builder(self, block_size: int, num_blocks: int) -> AttentionMetadataBuilder:
         return StateMetadataBuilder(block_size)

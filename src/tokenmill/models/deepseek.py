@@ -33,9 +33,8 @@ from tokenmill.errors import ConfigError
 from tokenmill.kernels.experts import Routing
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.experts import ExpertShape
-from tokenmill.layers.kernels import require_torch_path
 from tokenmill.layers.linear import Linear
-from tokenmill.layers.linear_method import Activations, LinearMethod, StreamReader
+from tokenmill.layers.linear_method import Activations, StreamReader
 from tokenmill.layers.moe import ExpertBlock, GatedExperts, Router
 from tokenmill.layers.norm import BranchRMSNorm
 from tokenmill.layers.weights import WeightSlot, plain_raw
@@ -86,37 +85,40 @@ class LatentMaps(nn.Module):
         self, num_heads: int, key_size: int, value_size: int, latent: int, parts: LayerParts
     ) -> None:
         super().__init__()
+        self.num_heads = num_heads
         self.key_size, self.value_size, self.latent = key_size, value_size, latent
-        make, dtype = parts.kernels.linear_method, parts.dtype
-        self.kernels = parts.kernels
-        # In lists that torch does not look into: their weights come in one tensor.
-        self.keys: list[LinearMethod] = [make(latent, key_size, dtype) for _ in range(num_heads)]
-        self.values: list[LinearMethod] = [
-            make(value_size, latent, dtype) for _ in range(num_heads)
-        ]
+        make = parts.kernels.parts_method
+        self.keys = make(num_heads, latent, key_size, parts.dtype)
+        self.values = make(num_heads, value_size, latent, parts.dtype)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        rows = len(self.keys) * (self.key_size + self.value_size)
+        rows = self.num_heads * (self.key_size + self.value_size)
         yield WeightSlot(f"{prefix}.weight", (rows, self.latent), self._load, memory=self._memory)
 
+    def _slots(self) -> Iterator[tuple[WeightSlot, WeightSlot]]:
+        """Of each head's matrices of keys and of values, which come in one tensor."""
+        for key, value in zip(self.keys.parts, self.values.parts, strict=True):
+            yield key.slot("", slice(0, self.latent)), value.slot("", slice(0, self.value_size))
+
     def _memory(self) -> Iterator[torch.Tensor]:
-        for method in (*self.keys, *self.values):
-            yield from method.slot("", slice(0, 0)).memory()
+        for slots in self._slots():
+            for slot in slots:
+                yield from slot.memory()
 
     def _load(self, raw: RawTensor) -> None:
-        by_head = plain_values(raw).view(len(self.keys), -1, self.latent)
-        for key, value, rows in zip(self.keys, self.values, by_head, strict=True):
+        by_head = plain_values(raw).view(self.num_heads, -1, self.latent)
+        for (key, value), rows in zip(self._slots(), by_head, strict=True):
             key_rows, value_rows = torch.split(rows, [self.key_size, self.value_size])
-            key.slot("", slice(0, self.latent)).load(plain_raw(key_rows.t()))
-            value.slot("", slice(0, self.value_size)).load(plain_raw(value_rows))
+            key.load(plain_raw(key_rows.t()))
+            value.load(plain_raw(value_rows))
 
     def to_latents(self, queries: torch.Tensor, out: torch.Tensor) -> None:
         """Queries [N, num_heads, key_size] into out [N, num_heads, latent]."""
-        self.kernels.project_parts(self.keys, queries, out)
+        self.keys.project_into(queries, out)
 
     def to_values(self, latents: torch.Tensor, out: torch.Tensor) -> None:
         """Sums of latents [N, num_heads, latent] into out [N, num_heads, value_size]."""
-        self.kernels.project_parts(self.values, latents, out)
+        self.values.project_into(latents, out)
 
 
 class LatentAttention(nn.Module):
@@ -124,7 +126,6 @@ class LatentAttention(nn.Module):
 
     def __init__(self, parts: LayerParts, hf_config: Mapping[str, Any]) -> None:
         super().__init__()
-        require_torch_path(parts.kernels, "Latent attention")
         config = parts.config
         self.parts = parts
         self.num_heads = config.num_heads

@@ -18,12 +18,12 @@ from tokenmill.kernels.gpu.attention_config import AttentionConfig, choose_confi
 from tokenmill.kernels.gpu.attention_launch import (
     LayerCall,
     attend,
-    kernel_shapes,
     plan_attention,
     plan_size,
     score_factors,
 )
 from tokenmill.kernels.gpu.attention_reference import paged_attention_reference
+from tokenmill.kernels.gpu.attention_shape import kernel_shapes
 from tokenmill.kernels.gpu.launch import define_op
 from tokenmill.kernels.gpu.overlap import overlaps
 
@@ -82,18 +82,9 @@ def paged_attention(
         sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
         how: dict[str, Any] = {"config": config, "sliding_window": sliding_window, **sizes}
         plan_attention(query_start_loc, seq_lens, workspace, **how)
-    shapes = kernel_shapes(
-        num_heads,
-        num_kv_heads,
-        head_size,
-        kv_cache.shape[2],
-        kv_cache.stride(0),
-        sliding_window,
-        causal,
-        logits_soft_cap is not None,
-        sinks is not None,
-        config,
-    )
+    of_layer = num_heads, num_kv_heads, head_size, kv_cache.shape[2], kv_cache.stride(0)
+    wants = sliding_window, causal, logits_soft_cap is not None, sinks is not None
+    shapes = kernel_shapes(*of_layer, *wants, config)
     attend(call, shapes, max_query_len, max_seq_len)
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from tokenmill.kernels.gpu.attention_config import AttentionConfig, TileConfig, choose_config
-from tokenmill.kernels.gpu.attention_launch import kernel_shapes, partitions_at_once
+from tokenmill.kernels.gpu.attention_launch import partitions_at_once
 from tokenmill.kernels.gpu.attention_prefill import prefill_kernel
+from tokenmill.kernels.gpu.attention_shape import KernelShape, kernel_shapes
 from tokenmill.kernels.gpu.attention_split import merge_kernel, plan_kernel, split_kernel
-from tokenmill.kernels.gpu.attention_tiles import KernelShape
 from tokenmill.kernels.gpu.launch import CompileCase
 
 _FP16 = torch.float16
@@ -115,17 +115,12 @@ def shape_cases(
     tile_starts = {"tile_starts": "*i32"}
     yield case("prefill", prefill_kernel, tensors | tile_starts, prefill, config.prefill)
     merged = {key: tensors[key] for key in ("query_start_loc", "out", "out_stride", "v_scale")}
+    unroll = partitions_at_once(4, split.block_d)
     yield CompileCase(
         f"attention merge {name}",
         merge_kernel,
         merged | partial | sinks,
-        {
-            **no_sinks,
-            "ROWS": 4,
-            "UNROLL": partitions_at_once(4, split.block_d),
-            "S": split,
-            "OVERLAPS": True,
-        },
+        {**no_sinks, "ROWS": 4, "UNROLL": unroll, "S": split, "OVERLAPS": True},
         num_warps=4,
         num_stages=1,
     )

@@ -13,13 +13,13 @@ import torch
 
 from tokenmill.kernels.gpu.attention_config import PARTITION, AttentionConfig
 from tokenmill.kernels.gpu.attention_prefill import prefill_kernel
+from tokenmill.kernels.gpu.attention_shape import KernelShape
 from tokenmill.kernels.gpu.attention_split import (
     PLAN_ROWS,
     merge_kernel,
     plan_kernel,
     split_kernel,
 )
-from tokenmill.kernels.gpu.attention_tiles import KernelShape
 from tokenmill.kernels.gpu.launch import cdiv, next_power_of_2
 
 MAX_WORKSPACE = 1 << 25
@@ -115,7 +115,9 @@ def attend(
     max_query_len: int,
     max_seq_len: int,
 ) -> None:
-    """Launch the kernels of a step that is planned; `shapes` are those of `kernel_shapes`."""
+    """Launch the kernels of a step that is planned; `shapes` are those of
+    `attention_shape.kernel_shapes`.
+    """
     split, prefill = shapes
     if min(max_query_len, len(call.query)) > split.tile_tokens:
         _prefill(call, prefill, split.tile_tokens)
@@ -228,46 +230,3 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     if soft_cap is None:
         return scale * _LOG2_E, 0.0
     return 2.0 * _LOG2_E * scale / soft_cap, soft_cap * _LOG2_E
-
-
-@lru_cache(maxsize=64)
-def kernel_shapes(
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    block_size: int,
-    block_stride: int,
-    sliding_window: int | None,
-    causal: bool,
-    has_soft_cap: bool,
-    has_sinks: bool,
-    config: AttentionConfig,
-    rotated: int = 0,
-) -> tuple[KernelShape, KernelShape]:
-    """What the (split, prefill) kernels are compiled for. With `rotated`, see `KernelShape`."""
-
-    def shape(block_m: int, block_n: int, in_partitions: bool) -> KernelShape:
-        return KernelShape(
-            num_kv_heads=num_kv_heads,
-            group=num_heads // num_kv_heads,
-            head_size=head_size,
-            rotated=rotated,
-            block_d=max(16, next_power_of_2(head_size)),
-            block_size=block_size,
-            block_stride=block_stride,
-            window=sliding_window or 0,
-            causal=causal,
-            has_soft_cap=has_soft_cap,
-            has_sinks=has_sinks,
-            partition=config.partition,
-            block_m=block_m,
-            block_n=block_n,
-            in_partitions=in_partitions,
-            one_loop=config.one_loop,
-        )
-
-    split, prefill = config.split, config.prefill
-    return (
-        shape(split.block_m, split.block_n, True),
-        shape(prefill.block_m, prefill.block_n, config.exact),
-    )

@@ -26,7 +26,6 @@ Tiles have as many heads as have room, and walk over the same keys as if each ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -35,70 +34,6 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 _REQUESTS_AT_ONCE = tl.constexpr(128)
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelShape:
-    """Everything about a launch that is fixed when its kernel is compiled."""
-
-    num_kv_heads: int
-    group: int
-    """Query heads per KV head."""
-    head_size: int
-    """Of values, and of keys but for their rotated part."""
-    rotated: int
-    """Elements of a key in front of its value, of latents; 0 where values are apart from keys."""
-    block_d: int
-    """head_size, rounded up to a power of two."""
-    block_size: int
-    """Tokens of a cache block."""
-    block_stride: int
-    """Elements of the cache between two blocks."""
-    window: int
-    """Tokens that a query sees, itself included; 0 if it sees all."""
-    causal: bool
-    has_soft_cap: bool
-    has_sinks: bool
-    partition: int
-    """Keys of a partition, a multiple of block_n."""
-    block_m: int
-    """Rows of a tile of queries."""
-    block_n: int
-    """Keys of a tile."""
-    in_partitions: bool
-    """Whether a tile of queries walks partition by partition."""
-    one_loop: bool
-    """Whether a program walks over neighbouring partitions in one loop; the bits are the same."""
-
-    @property
-    def tile_tokens(self) -> int:
-        """Query tokens of a tile."""
-        return self.block_m // self.group
-
-    @property
-    def key_size(self) -> int:
-        """Elements of a key, and of a query."""
-        return self.rotated + self.head_size
-
-    @property
-    def block_r(self) -> int:
-        """The rotated part, rounded up to a power of two that a product takes."""
-        return max(16, 1 << (self.rotated - 1).bit_length())
-
-    @property
-    def key_stride(self) -> int:
-        """Elements of the cache between the keys of two KV heads."""
-        return 0 if self.rotated else self.head_size
-
-    @property
-    def token_stride(self) -> int:
-        """Elements of the cache between the keys of two tokens."""
-        return self.key_size if self.rotated else self.num_kv_heads * self.head_size
-
-    @property
-    def value_offset(self) -> int:
-        """Elements of the cache between the keys and the values of a block."""
-        return self.block_size * self.token_stride
 
 
 @triton.jit

@@ -18,13 +18,12 @@ from tokenmill.kernels.gpu.attention_config import AttentionConfig, choose_laten
 from tokenmill.kernels.gpu.attention_launch import (
     LayerCall,
     attend,
-    kernel_shapes,
     plan_attention,
     plan_size,
     score_factors,
     workspace_size,
 )
-from tokenmill.kernels.gpu.attention_tiles import KernelShape
+from tokenmill.kernels.gpu.attention_shape import KernelShape, kernel_shapes
 from tokenmill.kernels.gpu.launch import CompileCase, define_op
 from tokenmill.kernels.gpu.overlap import overlaps
 

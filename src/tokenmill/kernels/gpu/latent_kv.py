@@ -66,7 +66,6 @@ def rotate_and_write_latents(
         NUM_KV_HEADS=1,
         HEAD_SIZE=key_size,
         HALF=cos.shape[1],
-        HAS_VALUES=False,
         HEADS=heads,
         OVERLAPS=overlaps(key.device),
         launch_pdl=overlaps(key.device),
@@ -126,7 +125,6 @@ def _case(num_heads: int, cache_type: str) -> CompileCase:
         "NUM_KV_HEADS": 1,
         "HEAD_SIZE": 576,
         "HALF": 32,
-        "HAS_VALUES": False,
         "HEADS": heads_of_program(num_heads, 1, 576),
         "OVERLAPS": True,
     }

@@ -166,7 +166,16 @@ def _route_op(
     weights: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    routing = Routing(chosen.shape[1], by_logistic, renormalize, *groups, factor)
+    num_groups, num_best_groups, group_best = groups
+    routing = Routing(
+        chosen.shape[1],
+        by_logistic,
+        renormalize,
+        num_groups,
+        num_best_groups,
+        group_best,
+        factor,
+    )
     route(logits, bias, weights, chosen, routing)
 
 
@@ -180,7 +189,16 @@ def _route_op_reference(
     weights: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    routing = Routing(chosen.shape[1], by_logistic, renormalize, *groups, factor)
+    num_groups, num_best_groups, group_best = groups
+    routing = Routing(
+        chosen.shape[1],
+        by_logistic,
+        renormalize,
+        num_groups,
+        num_best_groups,
+        group_best,
+        factor,
+    )
     for out, found in zip((weights, chosen), route_reference(logits, routing, bias), strict=True):
         out.copy_(found)
 

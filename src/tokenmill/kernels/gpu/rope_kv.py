@@ -54,13 +54,13 @@ def rotate_and_write_kv(
     float8_e4m3fn, which saturates; it takes key / k_scale and value / v_scale. slot_mapping is
     int64 [N]; a negative slot writes nothing. Tokens have slots of their own.
     """
-    num_tokens, head_size = len(positions), kv_cache.shape[4]
+    num_tokens, (num_kv_heads, head_size) = len(positions), kv_cache.shape[3:]
     check_rotation(query, positions, cos, sin, query_out, head_size)
     _check_cache(key, value, kv_cache, slot_mapping)
     assert key.dtype == query.dtype
     if num_tokens == 0:
         return
-    num_heads, num_kv_heads = query.shape[1] // head_size, kv_cache.shape[3]
+    num_heads = query.shape[1] // head_size
     heads = heads_of_program(num_heads, num_kv_heads, head_size)
     rope_kv_kernel[(num_tokens, cdiv(num_heads, heads) + cdiv(num_kv_heads, heads))](
         query,
@@ -84,7 +84,6 @@ def rotate_and_write_kv(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         HALF=cos.shape[1],
-        HAS_VALUES=True,
         HEADS=heads,
         OVERLAPS=overlaps(key.device),
         launch_pdl=overlaps(key.device),
@@ -128,7 +127,6 @@ def write_kv(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         HALF=0,
-        HAS_VALUES=True,
         HEADS=heads,
         OVERLAPS=overlaps(key.device),
         launch_pdl=overlaps(key.device),
@@ -299,7 +297,6 @@ def rope_kv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HALF: tl.constexpr,
-    HAS_VALUES: tl.constexpr,
     HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
@@ -323,7 +320,6 @@ def rope_kv_kernel(
             target = query_out + token * query_out_stride
             _rotate_heads(source, target, cos_row, sin_row, 1.0, head, NUM_HEADS, HEAD_SIZE, HALF)
             return
-
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
         head = (program - QUERY_PROGRAMS) * HEADS + tl.arange(0, HEADS)
@@ -335,7 +331,7 @@ def rope_kv_kernel(
             )
         else:
             _copy_heads(source, keys, inverse_k_scale, head, NUM_KV_HEADS, HEAD_SIZE, 0)
-        if HAS_VALUES:
+        if value is not None:
             source = value + token * value_stride
             values = keys + BLOCK_SIZE * ROW
             _copy_heads(source, values, inverse_v_scale, head, NUM_KV_HEADS, HEAD_SIZE, 0)
@@ -382,7 +378,6 @@ def _case(
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_SIZE": head_size,
         "HALF": half,
-        "HAS_VALUES": True,
         "HEADS": heads_of_program(num_heads, num_kv_heads, head_size),
         "OVERLAPS": True,
     }
