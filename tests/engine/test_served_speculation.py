@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from helpers.served import Collected, add_delta, serve_args
@@ -23,10 +25,17 @@ LOOKUP = {
 }
 
 
-async def streams(*, kill: bool = False, **settings: Any) -> tuple[list[Collected], Any]:
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[AsyncLLM]:
+    llm = await AsyncLLM.start(serve_args(num_kv_blocks=100, dtype="float32", **settings))
+    try:
+        yield llm
+    finally:
+        await llm.shutdown()
+
+
+async def streams(llm: AsyncLLM, *, kill: bool = False) -> tuple[list[Collected], Any]:
     """Some streams at once, and the statistics at their end."""
-    args = serve_args(num_kv_blocks=100, dtype="float32", **settings)
-    llm = await AsyncLLM.start(args)
     num_outputs = 0
 
     async def one(number: int) -> Collected:
@@ -45,24 +54,24 @@ async def streams(*, kill: bool = False, **settings: Any) -> tuple[list[Collecte
         collected.num_items = 0
         return collected
 
-    try:
-        results = await asyncio.gather(*(one(number) for number in range(NUM_STREAMS)))
-        return results, await llm.stats()
-    finally:
-        await llm.shutdown()
+    results = await asyncio.gather(*(one(number) for number in range(NUM_STREAMS)))
+    return results, await llm.stats()
 
 
 def test_streams_with_drafts_are_those_without_and_survive_their_core():
     async def main() -> None:
-        plain, _ = await streams()
-        drafted, stats = await streams(speculative_config=LOOKUP)
-        assert drafted == plain
-        assert stats.num_draft_tokens > stats.num_accepted_tokens > 0
-        killed, stats = await streams(kill=True, speculative_config=LOOKUP)
-        assert killed == plain
-        assert stats.num_restarts == 1
+        async with serving() as llm:
+            plain, _ = await streams(llm)
+        async with serving(speculative_config=LOOKUP) as llm:
+            drafted, stats = await streams(llm)
+            assert drafted == plain
+            assert stats.num_draft_tokens > stats.num_accepted_tokens > 0
+            killed, stats = await streams(llm, kill=True)
+            assert killed == plain
+            assert stats.num_restarts == 1
         itself = {"model": str(tiny_llama()), "num_speculative_tokens": 3, "adaptive": False}
-        drafted, stats = await streams(speculative_config=itself)
+        async with serving(speculative_config=itself) as llm:
+            drafted, stats = await streams(llm)
         assert drafted == plain
         assert stats.num_draft_tokens == stats.num_accepted_tokens > 100
 

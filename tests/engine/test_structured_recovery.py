@@ -36,8 +36,8 @@ def params(number: int) -> SamplingParams:
     )
 
 
-async def one_life(*, kill_after: int) -> list[Collected]:
-    llm = await AsyncLLM.start(serve_args(num_kv_blocks=200, dtype="float32"))
+async def stream_all(llm: AsyncLLM, *, kill_after: int) -> list[Collected]:
+    """All streams at once; the core is killed when `kill_after` outputs have come."""
     num_outputs = 0
 
     async def one(number: int) -> Collected:
@@ -54,22 +54,23 @@ async def one_life(*, kill_after: int) -> list[Collected]:
                 os.kill(llm.core_pid, signal.SIGKILL)
         return collected
 
-    try:
-        results = await asyncio.gather(*(one(number) for number in range(NUM_STREAMS)))
-        bad = SamplingParams(structured_outputs={"regex": "("})
-        with pytest.raises(InvalidRequestError) as caught:
-            await anext(llm.generate("x", bad, request_id="bad"))
-        assert caught.value.parameter == "structured_outputs.regex"
-        assert (await llm.stats()).num_restarts == (1 if kill_after else 0)
-        return results
-    finally:
-        await llm.shutdown()
+    results = await asyncio.gather(*(one(number) for number in range(NUM_STREAMS)))
+    bad = SamplingParams(structured_outputs={"regex": "("})
+    with pytest.raises(InvalidRequestError) as caught:
+        await anext(llm.generate("x", bad, request_id="bad"))
+    assert caught.value.parameter == "structured_outputs.regex"
+    assert (await llm.stats()).num_restarts == (1 if kill_after else 0)
+    return results
 
 
 def test_streams_end_as_if_nothing_had_happened():
     async def main() -> None:
-        undisturbed = await one_life(kill_after=0)
-        killed = await one_life(kill_after=NUM_STREAMS * 12)
+        llm = await AsyncLLM.start(serve_args(num_kv_blocks=200, dtype="float32"))
+        try:
+            undisturbed = await stream_all(llm, kill_after=0)
+            killed = await stream_all(llm, kill_after=NUM_STREAMS * 12)
+        finally:
+            await llm.shutdown()
         for number, (expected, got) in enumerate(zip(undisturbed, killed, strict=True)):
             expected.num_items = got.num_items
             assert got == expected, f"stream {number}"
