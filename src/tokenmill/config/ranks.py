@@ -358,6 +358,8 @@ def _divided(
         # Of keys and values a rank has one head at least.
         most = parameters.num_kv_heads if module in ("k_proj", "v_proj") else tp_size
         return (-(-shape[0] // min(tp_size, most)), *shape[1:])
+    if module == "experts" and len(shape) == 3:  # of each a part, whichever way it lies
+        return (shape[0], -(-shape[1] // tp_size), shape[2])
     if module in _BY_COLUMNS and len(shape) == 2:
         return (shape[0], -(-shape[1] // tp_size))
     return shape

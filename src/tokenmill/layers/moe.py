@@ -12,7 +12,7 @@ on its neighbours, and a token's experts are added in the order of its choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -145,27 +145,38 @@ class FusedExperts(GatedExperts):
     ) -> None:
         """`is_transposed`: as `checkpoint/expert_layout.py` says."""
         super().__init__(shape, kernels)
-        assert self.group.size == 1, "ranks have no parts of these"
         self.is_transposed = is_transposed
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        hidden_size, size = self.shape.hidden_size, self.shape.intermediate_size
-        for name, places, rows, columns in (
-            ("gate_up_proj", self.method.gate_up, 2 * size, hidden_size),
-            ("down_proj", self.method.down, hidden_size, size),
+        hidden_size, size = self.shape.hidden_size, self.share.total
+        for name, places, own_rows, rows, columns in (
+            ("gate_up_proj", self.method.gate_up, 2 * self.share.size, 2 * size, hidden_size),
+            ("down_proj", self.method.down, hidden_size, hidden_size, size),
         ):
-            slots = [place.slot("", slice(0, rows)) for place in places]
+            slots = [place.slot("", slice(0, own_rows)) for place in places]
             matrix = (columns, rows) if self.is_transposed else (rows, columns)
+            own_part = self._own_rows if name == "gate_up_proj" else self._own_columns
             yield WeightSlot(
                 f"{prefix}.{name}",
                 (len(slots), *matrix),
-                partial(self._load, slots),
+                partial(self._load, slots, own_part),
                 memory=partial(_memory, slots),
             )
 
-    def _load(self, slots: list[WeightSlot], raw: RawTensor) -> None:
+    def _load(
+        self,
+        slots: list[WeightSlot],
+        own_part: Callable[[torch.Tensor], torch.Tensor],
+        raw: RawTensor,
+    ) -> None:
         for slot, values in zip(slots, plain_values(raw), strict=True):
-            slot.load(plain_raw(values.t() if self.is_transposed else values))
+            slot.load(plain_raw(own_part(values.t() if self.is_transposed else values)))
+
+    def _own_rows(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part[self.share.start : self.share.stop] for part in gate_up.chunk(2)])
+
+    def _own_columns(self, down: torch.Tensor) -> torch.Tensor:
+        return down[:, self.share.start : self.share.stop]
 
 
 def _memory(slots: list[WeightSlot]) -> list[torch.Tensor]:
