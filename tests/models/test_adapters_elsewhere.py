@@ -87,6 +87,19 @@ def test_the_parts_of_a_gpu(adapters: dict[str, Path]) -> None:
         assert bits(alone) == bits(outputs[index : index + 1])
 
 
+def test_beside_weights_in_float8(adapters: dict[str, Path]) -> None:
+    requests = chosen(adapters, "a-")
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16", "num_kv_blocks": 16, "max_model_len": 20, "enable_lora": True,
+        "quantization": "fp8",
+    }  # fmt: skip
+    asked = PARAMS.replace(max_tokens=1)
+    outputs = generate(gpu_engine(tiny_llama(), **settings), PROMPTS[:2], [asked] * 2, requests)
+    check(outputs, requests, model(), 0.4)
+    alone = generate(gpu_engine(tiny_llama(), **settings), PROMPTS[1:2], [asked], [None])
+    assert bits(alone) == bits(outputs[1:])
+
+
 def test_torch_where_there_are_no_kernels(adapters: dict[str, Path]) -> None:
     requests = chosen(adapters, "ab-a")
     prompts: list[Any] = [{"prompt_token_ids": ids} for ids in PROMPTS]

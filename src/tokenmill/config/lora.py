@@ -54,11 +54,6 @@ def check_adapted_model(config: EngineConfig) -> None:
             f"enable_lora: {model.architecture} runs on the code of {model.implementation}, whose"
             f" layers take no adapters here; merge the adapter into the weights and leave it out."
         )
-    if config.quantization == "fp8":
-        raise ConfigError(
-            "enable_lora: adapters read activations of 16 bits, and quantization='fp8' leaves"
-            " none; use quantization='int4', or none."
-        )
 
 
 def _dtype(given: str, activations: str, device: str) -> str:

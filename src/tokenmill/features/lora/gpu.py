@@ -16,7 +16,7 @@ from tokenmill.features.lora.sites import Site
 from tokenmill.features.lora.tables import Numbers, Parts
 from tokenmill.kernels.gpu.lora import lora_expand, lora_shrink, shrink_segments
 from tokenmill.kernels.lora import LowRank
-from tokenmill.layers.linear_method import Activations
+from tokenmill.layers.linear_method import Activations, LinearMethod
 
 StageInto = Callable[[npt.NDArray[np.generic], torch.Tensor], None]
 """Copies a host array into a tensor of its shape and type on the device."""
@@ -86,6 +86,10 @@ class GpuTables:
     def clear(self, slot: int) -> None:
         self._a[slot].zero_()
         self._b[slot].zero_()
+
+    def empty_input(self, method: LinearMethod, num_rows: int) -> torch.Tensor:
+        """Plain: beside weights in float8 the matrix makes what it reads of it."""
+        return self._a.new_empty(num_rows, self._a.shape[2])
 
     def add(self, x: Activations, out: torch.Tensor) -> None:
         assert isinstance(x, torch.Tensor)

@@ -55,6 +55,10 @@ class SiteTables(Protocol):
         """Let the slot's adapter change nothing here."""
         ...
 
+    def empty_input(self, method: LinearMethod, num_rows: int) -> Activations:
+        """Where the layer's input may be written, in a form that `add` and `method` both read."""
+        ...
+
     def add(self, x: Activations, out: torch.Tensor) -> None:
         """Add to out [N, columns] what the adapters of its rows make of x [N, in_features]."""
         ...
@@ -90,6 +94,9 @@ class NativeTables:
 
     def clear(self, slot: int) -> None:
         self._tables.put(slot, [None] * self._tables.num_parts)
+
+    def empty_input(self, method: LinearMethod, num_rows: int) -> Activations:
+        return method.empty_input(num_rows)
 
     def add(self, x: Activations, out: torch.Tensor) -> None:
         assert isinstance(x, torch.Tensor | QuantizedRows)
@@ -127,6 +134,9 @@ class TorchTables:
     def clear(self, slot: int) -> None:
         self._adapters[slot] = [None] * len(self._widths)
 
+    def empty_input(self, method: LinearMethod, num_rows: int) -> Activations:
+        return method.empty_input(num_rows)
+
     def add(self, x: Activations, out: torch.Tensor) -> None:
         assert isinstance(x, torch.Tensor)
         add_adapters_reference(self._step.slot_of_token, self._adapters, self._widths, x, out)
@@ -144,7 +154,7 @@ class AdaptedLinearMethod:
         return self._method.slot(name, rows)
 
     def empty_input(self, num_rows: int) -> Activations:
-        return self._method.empty_input(num_rows)
+        return self._tables.empty_input(self._method, num_rows)
 
     def project(
         self, x: Activations, bias: torch.Tensor | None, out_dtype: torch.dtype
