@@ -16,6 +16,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from helpers.family_models import prompt as random_prompt
+from helpers.family_models import saved
 from helpers.served import Collected, add_delta, process_exists, serve_args, until, until_idle
 from helpers.tiny import tiny_llama, write_wide_llama
 from tokenmill import LLM, SamplingParams
@@ -154,6 +156,22 @@ def test_two_ranks_with_quantised_weights(tmp_path: Path, quantization: str) -> 
         for token_id in ours.keys() & theirs.keys()
     ]
     assert sum(differences) / len(differences) < 0.06
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["olmo2", "gpt-oss"])
+def test_norms_over_heads_and_sinks_are_recorded(name: str) -> None:
+    """Every step is run recorded and directly as well."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [{"prompt_token_ids": random_prompt(length, 3)} for length in (40, 9)]
+    settings = {"dtype": "bfloat16", "tensor_parallel_size": 2, "check_graphs": True}
+    with engine(saved(name), **settings) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+        alone = [llm.generate(each, params, use_tqdm=False)[0] for each in prompts]
+    assert [each.outputs[0].finish_reason for each in together] == ["length", "length"]
+    assert [each.outputs[0].token_ids for each in together] == [
+        each.outputs[0].token_ids for each in alone
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,18 @@ from helpers.blocks import random_blocks
 from helpers.families import FAMILIES, Family
 from helpers.family_models import prompt, random_model
 from helpers.models import PagedRun, model_config
+from helpers.ranks import together
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.checkpoint import Checkpoint
 from tokenmill.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.errors import CheckpointError
+from tokenmill.kernels import native
+from tokenmill.layers.kernels import LayerKernels
+from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.loader import load_model
+from tokenmill.parallel.group import SharedMemoryGroup
 
 Tensors = dict[str, torch.Tensor]
 
@@ -202,7 +207,7 @@ def write(
 
 
 @torch.inference_mode()
-def logits(checkpoint: Checkpoint, kernels: PlainKernels | None) -> torch.Tensor:
+def logits(checkpoint: Checkpoint, kernels: LayerKernels | None) -> torch.Tensor:
     model = load_model(model_config(checkpoint.config), checkpoint, kernels=kernels)
     return model.compute_logits(PagedRun(model, "float32").prefill("a", prompt(70, 4)))
 
@@ -237,6 +242,20 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     expected = theirs(torch.tensor([prompt(70, 4)])).logits[0]
     for kernels in (PlainKernels(), None):
         found = logits(GGUFCheckpoint.open(file), kernels)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
+@torch.inference_mode()
+def test_experts_with_biases_are_divided_among_ranks(tmp_path: Path) -> None:
+    file, _ = write(tmp_path, "gpt-oss", "Q8_0")
+    expected = logits(GGUFCheckpoint.open(file), None)
+
+    @torch.inference_mode()
+    def compute(group: SharedMemoryGroup) -> torch.Tensor:
+        return logits(GGUFCheckpoint.open(file), NativeKernels(group=group))
+
+    for found in together(2, compute):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
 
 

@@ -11,24 +11,31 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from helpers.families import FAMILIES
 from helpers.models import PagedRun, model_from_tensors
-from tokenmill.errors import ConfigError
+from helpers.ranks import together
+from tokenmill.errors import CheckpointError, ConfigError
+from tokenmill.kernels import native
+from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.gpt_oss import GptOssForCausalLM as OurGptOss
+from tokenmill.parallel.group import SharedMemoryGroup
 
-PARTS = {"gate_up_proj": (320, 4), "down_proj": (128, 5)}
-"""Rows, and groups of 32 values in each."""
+SIZE = 160
+"""Features of an expert."""
 
 
-def published() -> tuple[GptOssForCausalLM, dict[str, Any], dict[str, torch.Tensor]]:
+def published(
+    size: int = SIZE,
+) -> tuple[GptOssForCausalLM, dict[str, Any], dict[str, torch.Tensor]]:
     """transformers' model with what the codes stand for, its config, and tensors with the codes."""
     (family,) = (each for each in FAMILIES if each.name == "gpt-oss")
     torch.manual_seed(0)
-    config = GptOssConfig(**family.settings(), attn_implementation="eager")
+    settings = family.settings() | {"intermediate_size": size}
+    config = GptOssConfig(**settings, attn_implementation="eager")
     model = GptOssForCausalLM(config).eval()
     tensors = dict(model.state_dict())
     generator = torch.Generator().manual_seed(1)
     for layer in range(config.num_hidden_layers):
-        for part, (rows, groups) in PARTS.items():
+        for part, rows, groups in (("gate_up_proj", 2 * size, 4), ("down_proj", 128, size // 32)):
             name = f"model.layers.{layer}.mlp.experts.{part}"
             shape = (config.num_local_experts, rows, groups)
             blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
@@ -72,6 +79,25 @@ def test_codes_serve_bfloat16() -> None:
     found = of_ours.method.gate_up[3].project(x.bfloat16(), bias, torch.bfloat16)
     error = (found - expected).norm() / expected.norm()
     assert error < 0.01
+
+
+@pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")
+@torch.inference_mode()
+def test_codes_are_divided_among_ranks_by_whole_groups() -> None:
+    theirs, hf_config, tensors = published(size=192)
+    ids = torch.randint(97, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+
+    @torch.inference_mode()
+    def compute(group: SharedMemoryGroup) -> torch.Tensor:
+        model = model_from_tensors(hf_config, tensors, kernels=NativeKernels(group=group))
+        return model.compute_logits(PagedRun(model, "float32").prefill("a", ids))
+
+    expected = theirs(torch.tensor([ids])).logits[0]
+    for found in together(2, compute):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    _, hf_config, tensors = published()
+    with pytest.raises(CheckpointError, match="160 columns in MXFP4 cannot be divided"):
+        together(2, compute)
 
 
 def test_another_quantisation_is_refused() -> None:

@@ -91,6 +91,26 @@ def test_biases_count_once_and_heads_are_shared(size: int, tmp_path: Path) -> No
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_norms_over_all_heads_are_those_of_one_rank(size: int, tmp_path: Path) -> None:
+    """Of four ranks, two and two have the same head of keys, which counts once."""
+    heads = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    random_model(Family("", "", "Olmo2ForCausalLM", "Olmo2Config", heads)).save_pretrained(tmp_path)
+    ids = prompt(20, 9)
+
+    def work(group: Any) -> torch.Tensor:
+        checkpoint = open_checkpoint(tmp_path)
+        config = model_config(checkpoint.config)
+        model = load_model(config, checkpoint, kernels=NativeKernels(group=group))
+        run = PagedRun(model, "float32", backend=CpuBackend(), block_size=32)
+        with torch.inference_mode():
+            return model.compute_logits(run.prefill("a", ids))
+
+    expected = work(SOLO)
+    for found in together(size, work):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantised_weights_are_those_of_one_rank(quantization: Any, tmp_path: Path) -> None:
     """Groups of 32 values are quantised alike, wherever a matrix is divided. What differs is the

@@ -34,13 +34,11 @@ DIVIDED = frozenset(
     (
         "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
         "SmolLM3ForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
-        "MixtralForCausalLM", "Qwen3MoeForCausalLM",
+        "Olmo2ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM",
     )
 )  # fmt: skip
 """Architectures whose layers can be divided among ranks."""
 WHOLE_LAYERS: Mapping[str, str] = {
-    "Olmo2ForCausalLM": "its norms go over all heads of a token",
-    "GptOssForCausalLM": "its experts' tensors are not divided yet",
     "DeepseekV2ForCausalLM": "all its heads share one latent",
     "DeepseekV3ForCausalLM": "all its heads share one latent",
 }
@@ -358,8 +356,8 @@ def _divided(
         # Of keys and values a rank has one head at least.
         most = parameters.num_kv_heads if module in ("k_proj", "v_proj") else tp_size
         return (-(-shape[0] // min(tp_size, most)), *shape[1:])
-    if module == "experts" and len(shape) == 3:  # of each a part, whichever way it lies
-        return (shape[0], -(-shape[1] // tp_size), shape[2])
+    if module == "experts":  # all of a layer in one tensor: their features, in whichever order
+        return (shape[0], -(-shape[1] // tp_size), *shape[2:])
     if module in _BY_COLUMNS and len(shape) == 2:
         return (shape[0], -(-shape[1] // tp_size))
     return shape

@@ -11,8 +11,10 @@ from tokenmill.attention.backend import AttentionImpl, AttentionSpec, TakesSinks
 from tokenmill.attention.forward_context import get_attention_metadata
 from tokenmill.attention.items import ItemMetadata, attend_items
 from tokenmill.contracts.kv_cache import KVCacheKind, KVCacheSpec
+from tokenmill.layers.parallel_linear import rows_slot
 from tokenmill.layers.rope import RotaryEmbedding
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+from tokenmill.parallel.shares import Share
 
 
 class Attention(nn.Module):
@@ -35,8 +37,10 @@ class Attention(nn.Module):
         has_sinks: bool = False,
         causal: bool = True,
         value_offset: int | None = None,
+        heads: Share | None = None,
     ) -> None:
-        """With `has_sinks`, each head has a score without a value in its softmax, a weight. With
+        """`heads` are those of the model that are here, by default all. With `has_sinks`, each has
+        a score without a value in its softmax, a weight. With
         `value_offset`, values are those of the keys from there on, and are not stored.
         """
         super().__init__()
@@ -50,6 +54,7 @@ class Attention(nn.Module):
         self.logits_soft_cap = logits_soft_cap
         self.causal = causal
         self.value_offset = value_offset
+        self.heads = heads or Share(num_heads, 0, num_heads)
         self.sinks = empty_parameter(num_heads, dtype=torch.float32) if has_sinks else None
         self._impl: AttentionImpl | None = None
         self._item_impl: AttentionImpl | None = None
@@ -57,7 +62,8 @@ class Attention(nn.Module):
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         if self.sinks is not None:
-            yield parameter_slot(f"{prefix.rpartition('.')[0]}.sinks", self.sinks)
+            slot = parameter_slot(f"{prefix.rpartition('.')[0]}.sinks", self.sinks)
+            yield rows_slot(slot, [self.heads])
 
     def spec(self, dtype: str, block_size: int) -> AttentionSpec:
         """What this layer asks of an attention backend."""

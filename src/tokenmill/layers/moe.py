@@ -28,7 +28,7 @@ from tokenmill.layers.linear_method import Activations, StreamReader
 from tokenmill.layers.mlp import GATED_MLP_NAMES
 from tokenmill.layers.parallel_linear import columns_slot, rows_slot
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot, plain_raw
-from tokenmill.parallel.shares import even_share
+from tokenmill.parallel.shares import Share, even_share
 from tokenmill.quantization.dequantize import plain_values
 
 CORRECTION_BIAS = "e_score_correction_bias"
@@ -98,6 +98,20 @@ def separate_expert_slots(
         yield last.slot(f"{name}.{down}.weight", slice(0, shape.hidden_size))
 
 
+def divided_expert_slots(
+    method: ExpertsMethod,
+    shape: ExpertShape,
+    prefix: str,
+    share: Share,
+    names: tuple[str, str, str] = GATED_MLP_NAMES,
+) -> Iterator[WeightSlot]:
+    """As `separate_expert_slots`, of a rank that has a share of each expert's features."""
+    last = f".{names[2]}.weight"
+    for slot in separate_expert_slots(method, shape, prefix, names):
+        is_last = slot.name.endswith(last)
+        yield columns_slot(slot, share) if is_last else rows_slot(slot, [share])
+
+
 class GatedExperts(nn.Module):
     """Gated MLPs, each with tensors of its own in the checkpoint; a rank has a part of each."""
 
@@ -116,10 +130,7 @@ class GatedExperts(nn.Module):
         self.method = kernels.experts_method(self.shape)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        last = f".{self.names[2]}.weight"
-        for slot in separate_expert_slots(self.method, self.shape, prefix, self.names):
-            is_last = slot.name.endswith(last)
-            yield columns_slot(slot, self.share) if is_last else rows_slot(slot, [self.share])
+        return divided_expert_slots(self.method, self.shape, prefix, self.share, self.names)
 
     def empty_input(self, num_rows: int) -> Activations:
         """A place for the input, in the form in which it is read."""

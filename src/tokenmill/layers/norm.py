@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch import nn
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
+from tokenmill.parallel.shares import Share
 
 
 class RMSNorm(nn.Module):
@@ -64,6 +67,38 @@ class BranchRMSNorm(RMSNorm):
     def in_place(self, x: torch.Tensor) -> None:
         """Normalise x, [N, hidden_size], whose rows may lie apart."""
         self.kernels.add_rms_norm(x, None, self.weight, self.eps, x)
+
+
+class GatheredRMSNorm(BranchRMSNorm):
+    """RMSNorm over all heads of a token, of which each rank of a group has some.
+
+    A norm of rows that are put together from all ranks has the bits of one process; a sum of the
+    ranks' squares would not.
+    """
+
+    def __init__(self, share: Share, eps: float, **settings: Any) -> None:
+        """`share` are the columns of this rank. Ranks that have the same ones put in a part each.
+        `settings` are those of `RMSNorm`.
+        """
+        super().__init__(share.total, eps, **settings)
+        self.group = self.kernels.group
+        self.share = share
+        num_equal = self.group.size * share.size // share.total
+        bounds = [part * share.size // num_equal for part in range(num_equal + 1)]
+        parts = [slice(*each) for each in itertools.pairwise(bounds)]
+        self.part = parts[self.group.rank % num_equal]
+        self.widths = [part.stop - part.start for part in parts] * (self.group.size // num_equal)
+
+    def forward(self, x: torch.Tensor) -> Activations:  # type: ignore[override]
+        """Normalised x, this rank's columns [N, share.size]."""
+        if self.share.is_whole:
+            return super().forward(x)
+        part = x[:, self.part]
+        own = self.kernels.empty(len(x), part.shape[1], torch.float32)
+        self.kernels.copy(part[:, None], own[:, None])
+        out = super().forward(self.group.all_gather(own, self.widths))
+        assert isinstance(out, torch.Tensor), "what attention reads is plain"
+        return out[:, self.share.start : self.share.stop]
 
 
 class HeadRMSNorm(nn.Module):

@@ -64,6 +64,7 @@ class SelfAttention(nn.Module):
         self.attn = Attention(
             f"{name}.attn",
             num_heads=heads.size,
+            heads=heads,
             num_kv_heads=kv_heads.size,
             head_size=head_size,
             scale=head_size**-0.5 if scale is None else scale,

@@ -18,11 +18,12 @@ from tokenmill.layers.kernels import LayerKernels, layer_kernels
 from tokenmill.layers.linear_method import Activations, StreamReader
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.moe import ExpertBlock
-from tokenmill.layers.norm import BranchRMSNorm, HeadRMSNorm, RMSNorm
+from tokenmill.layers.norm import BranchRMSNorm, GatheredRMSNorm, HeadRMSNorm, RMSNorm
 from tokenmill.layers.rope import RotaryEmbedding
 from tokenmill.layers.self_attention import SelfAttention
 from tokenmill.models.base import IntermediateTensors
 from tokenmill.models.config import DecoderConfig
+from tokenmill.parallel.shares import Share
 
 
 class AttentionBlock(StreamReader, Protocol):
@@ -86,6 +87,16 @@ class LayerParts:
         """Norm of rows of `size` values that are no residual stream."""
         return BranchRMSNorm(
             size,
+            self.config.norm_eps,
+            dtype=self.dtype,
+            kernels=self.kernels,
+            weight_offset=self.config.norm_weight_offset,
+        )
+
+    def gathered_norm(self, share: Share) -> GatheredRMSNorm:
+        """Norm of rows of which this rank has the columns in `share`."""
+        return GatheredRMSNorm(
+            share,
             self.config.norm_eps,
             dtype=self.dtype,
             kernels=self.kernels,

@@ -19,15 +19,17 @@ from torch import nn
 from tokenmill.checkpoint.checkpoint import RawTensor
 from tokenmill.config.parameters import number
 from tokenmill.config.windows import layer_windows
-from tokenmill.errors import ConfigError, shown
+from tokenmill.errors import CheckpointError, ConfigError, shown
 from tokenmill.kernels.experts import ClampedGate, Routing
 from tokenmill.layers.experts import ExpertShape
 from tokenmill.layers.linear_method import Activations, StreamReader, WeightPlace
-from tokenmill.layers.moe import ExpertBlock, Router, separate_expert_slots
+from tokenmill.layers.moe import ExpertBlock, Router, divided_expert_slots
+from tokenmill.layers.parallel_linear import columns_slot
 from tokenmill.layers.weights import WeightSlot, parameter_slot, plain_raw
 from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 from tokenmill.models.mixtral import expert_counts
+from tokenmill.parallel.shares import Share, even_share
 from tokenmill.quantization.dequantize import plain_values
 
 _GROUP_VALUES = 32
@@ -36,7 +38,8 @@ _GROUP_BYTES = 16
 
 
 class ExpertMatrices:
-    """How the checkpoint has the matrices of one name, of all experts.
+    """How the checkpoint has the matrices of one name, of all experts; of each, a rank has some
+    rows or some columns.
 
     One tensor [experts, in_features, out_features]; or, as MXFP4, `_blocks`
     [experts, out_features, groups, 16] and `_scales` [experts, out_features, groups].
@@ -46,26 +49,31 @@ class ExpertMatrices:
         self,
         methods: Sequence[WeightPlace],
         bias: torch.Tensor,
-        in_features: int,
+        rows: Sequence[range],
+        out_features: int,
+        columns: Share,
         *,
-        alternates: bool,
+        adds_bias: bool = True,
     ) -> None:
-        """`methods` are the experts' places, and bias [experts, out_features] theirs.
+        """`methods` are the experts' places, and bias [experts, rows here] theirs.
 
-        With `alternates`, gates and ups take turns in the checkpoint; here gates come first.
+        `rows` of `out_features` in the checkpoint are here, one range behind the other. Without
+        `adds_bias`, another rank adds it.
         """
         self.methods = methods
         self.bias = bias
-        self.in_features = in_features
-        rows = torch.arange(bias.shape[1])
-        self.rows = torch.cat([rows[0::2], rows[1::2]]) if alternates else rows
+        self.rows = torch.cat([torch.tensor(each) for each in rows])
+        self.out_features = out_features
+        self.columns = columns
+        self.adds_bias = adds_bias
         self._mxfp4: dict[str, torch.Tensor] = {}
 
     def weight_slots(self, name: str, *, is_mxfp4: bool) -> Iterator[WeightSlot]:
         """Where the tensors that begin with `name` go."""
-        experts, out_features = self.bias.shape
+        experts, out_features = len(self.methods), self.out_features
         if is_mxfp4:
-            groups = self.in_features // _GROUP_VALUES
+            self._check_groups(name)
+            groups = self.columns.total // _GROUP_VALUES
             for part, shape in (("blocks", (groups, _GROUP_BYTES)), ("scales", (groups,))):
                 yield WeightSlot(
                     f"{name}_{part}",
@@ -74,29 +82,46 @@ class ExpertMatrices:
                     memory=self._memory,
                 )
         else:
-            whole = experts, self.in_features, out_features
+            whole = experts, self.columns.total, out_features
             yield WeightSlot(name, whole, self._load_plain, memory=self._memory)
-        yield WeightSlot(f"{name}_bias", (experts, out_features), self._load_bias)
+        yield WeightSlot(f"{name}_bias", (experts, out_features), self.load_bias)
 
     def _memory(self) -> Iterator[torch.Tensor]:
         for method in self.methods:
             yield from method.slot("", slice(0, len(self.rows))).memory()
 
-    def _load_bias(self, raw: RawTensor) -> None:
-        self.bias.copy_(plain_values(raw)[:, self.rows])
+    def _check_groups(self, name: str) -> None:
+        start, stop = self.columns.start, self.columns.stop
+        if start % _GROUP_VALUES or stop % _GROUP_VALUES:
+            raise CheckpointError(
+                f"{name} of {self.columns.total} columns in MXFP4 cannot be divided at columns"
+                f" {start} and {stop}: {_GROUP_VALUES} values share a scale. Take another"
+                f" tensor_parallel_size."
+            )
+
+    def load_bias(self, raw: RawTensor) -> None:
+        """Take in the biases of all experts."""
+        if self.adds_bias:
+            self.bias.copy_(plain_values(raw)[:, self.rows])
+        else:
+            self.bias.zero_()
 
     def _load_plain(self, raw: RawTensor) -> None:
+        columns = slice(self.columns.start, self.columns.stop)
         for expert, values in enumerate(plain_values(raw)):
-            self._load(expert, plain_raw(values.t()[self.rows]))
+            self._load(expert, plain_raw(values[columns].t()[self.rows]))
 
     def _load_mxfp4(self, part: str, raw: RawTensor) -> None:
         self._mxfp4[part] = raw.data.view(raw.shape)
         if len(self._mxfp4) < 2:
             return
+        groups = slice(self.columns.start // _GROUP_VALUES, self.columns.stop // _GROUP_VALUES)
         for expert in range(len(self.methods)):
-            codes, scales = (self._mxfp4[name][expert][self.rows] for name in ("blocks", "scales"))
+            codes, scales = (
+                self._mxfp4[name][expert][self.rows, groups] for name in ("blocks", "scales")
+            )
             blocks = torch.cat([scales[..., None], _in_halves(codes)], dim=-1)
-            shape = (len(self.rows), self.in_features)
+            shape = (len(self.rows), self.columns.size)
             self._load(expert, RawTensor(shape, "MXFP4", blocks.view(-1)))
         self._mxfp4.clear()
 
@@ -123,12 +148,29 @@ class GptOssExperts(nn.Module):
             alpha=number(hf_config, "swiglu_alpha", 1.702),
             limit=number(hf_config, "swiglu_limit", 7.0),
         )
-        self.shape = ExpertShape(num_experts, hidden, size, parts.dtype, gate, has_bias=True)
+        self.group = group = parts.kernels.group
+        self.share = share = even_share(size, group.rank, group.size)
+        self.shape = ExpertShape(num_experts, hidden, share.size, parts.dtype, gate, has_bias=True)
         self.method = method = parts.kernels.experts_method(self.shape)
         assert method.gate_up_bias is not None
         assert method.down_bias is not None
-        self.gate_up = ExpertMatrices(method.gate_up, method.gate_up_bias, hidden, alternates=True)
-        self.down = ExpertMatrices(method.down, method.down_bias, size, alternates=False)
+        # In the checkpoint, gates and ups take turns; here gates come first.
+        first, stop = 2 * share.start, 2 * share.stop
+        self.gate_up = ExpertMatrices(
+            method.gate_up,
+            method.gate_up_bias,
+            [range(first, stop, 2), range(first + 1, stop, 2)],
+            2 * size,
+            Share(hidden, 0, hidden),
+        )
+        self.down = ExpertMatrices(
+            method.down,
+            method.down_bias,
+            [range(hidden)],
+            hidden,
+            share,
+            adds_bias=group.rank == 0,
+        )
         self.is_mxfp4 = _is_mxfp4(hf_config)
         self.are_separate = bool(hf_config.get("separate_experts", False))
 
@@ -142,12 +184,18 @@ class GptOssExperts(nn.Module):
     def _separate_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """As GGUF files have them: see checkpoint/gguf_experts.py."""
         method, size = self.method, self.shape.intermediate_size
-        yield from separate_expert_slots(method, self.shape, prefix)
+        yield from divided_expert_slots(method, self.shape, prefix, self.share)
         assert method.gate_up_bias is not None
-        assert method.down_bias is not None
-        yield parameter_slot(f"{prefix}.gate_proj_bias", method.gate_up_bias[:, :size])
-        yield parameter_slot(f"{prefix}.up_proj_bias", method.gate_up_bias[:, size:])
-        yield parameter_slot(f"{prefix}.down_proj_bias", method.down_bias)
+        gates, ups = method.gate_up_bias[:, :size], method.gate_up_bias[:, size:]
+        for name, bias in (("gate_proj", gates), ("up_proj", ups)):
+            yield columns_slot(parameter_slot(f"{prefix}.{name}_bias", bias), self.share)
+        yield WeightSlot(
+            f"{prefix}.down_proj_bias", tuple(self.down.bias.shape), self.down.load_bias
+        )
+
+    def forward(self, x: Activations, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """The weighted sum over the chosen ones of x [N, hidden_size], in float32."""
+        return self.group.all_reduce(self.method.mix(x, weights, chosen, None))
 
 
 class GptOssMoE(ExpertBlock):
@@ -170,7 +218,7 @@ class GptOssMoE(ExpertBlock):
     def forward(self, x: Activations) -> torch.Tensor:
         """Map x [N, hidden_size] to float32 of the same shape."""
         weights, chosen = self.router(x)
-        return self.experts.method.mix(x, weights, chosen, None)
+        return self.experts(x, weights, chosen)  # type: ignore[no-any-return]
 
 
 class GptOssForCausalLM(Decoder):

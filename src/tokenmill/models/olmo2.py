@@ -15,6 +15,7 @@ from torch import nn
 
 from tokenmill.layers.norm import ResidualAdd
 from tokenmill.models.decoder import Decoder, LayerParts
+from tokenmill.parallel.shares import even_share, kv_head_share
 
 
 class Olmo2Layer(nn.Module):
@@ -22,10 +23,12 @@ class Olmo2Layer(nn.Module):
 
     def __init__(self, parts: LayerParts) -> None:
         super().__init__()
-        config = parts.config
+        config, group = parts.config, parts.kernels.group
+        heads = even_share(config.num_heads, group.rank, group.size)
+        kv_heads = kv_head_share(config.num_kv_heads, group.rank, group.size)
         self.self_attn = parts.attention(
-            q_norm=parts.branch_norm(config.num_heads * config.head_size),
-            k_norm=parts.branch_norm(config.num_kv_heads * config.head_size),
+            q_norm=parts.gathered_norm(heads.of(config.head_size)),
+            k_norm=parts.gathered_norm(kv_heads.of(config.head_size)),
         )
         self.mlp = parts.gated_mlp()
         self.attention_input = ResidualAdd(parts.kernels, self.self_attn.empty_input)

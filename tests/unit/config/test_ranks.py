@@ -93,9 +93,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "pipeline_parallel_size=7 is more than the model's 6 layers",
     ),
     (
-        {"architectures": ["Olmo2ForCausalLM"]},
+        {"architectures": ["DeepseekV2ForCausalLM"], "qk_rope_head_dim": 32, "kv_lora_rank": 64},
         {"tensor_parallel_size": 2},
-        "Olmo2ForCausalLM cannot be divided: its norms go over all heads of a token. Use"
+        "DeepseekV2ForCausalLM cannot be divided: all its heads share one latent. Use"
         " pipeline_parallel_size=2",
     ),
     (
