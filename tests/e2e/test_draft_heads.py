@@ -27,7 +27,7 @@ NUM_DRAFTS = 3
 AUX_LAYERS = (1, 2, 4)
 VARIANTS: dict[str, dict[str, Any]] = {
     "eagle": {"method": "eagle"},
-    "eagle with its own embedding": {"method": "eagle", "has_embedding": True, "has_biases": True},
+    "eagle with an embedding": {"method": "eagle", "has_embedding": True, "has_biases": True},
     "eagle3": {"method": "eagle3", "own_vocab": 150},
     "eagle3 with biases": {
         "method": "eagle3",
@@ -147,7 +147,7 @@ def stats_of(llm: LLM) -> SchedulerStats:
         "eagle",
         "eagle3",
         "eagle3 of speculators",
-        pytest.param("eagle with its own embedding", marks=pytest.mark.slow),
+        pytest.param("eagle with an embedding", marks=pytest.mark.slow),
         pytest.param("eagle3 with biases", marks=pytest.mark.slow),
     ],
 )

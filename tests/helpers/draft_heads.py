@@ -188,7 +188,9 @@ class ReferenceHead:
     def forward(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(States left, logits of the model's tokens) of entries of tokens and states."""
         weights = self.weights
-        embedding = weights.get("embed_tokens.weight", self.model.get_input_embeddings().weight)
+        embedding = self.model.get_input_embeddings().weight
+        if self.method == "eagle3":
+            embedding = weights.get("embed_tokens.weight", embedding)
         embeds = embedding[ids]
         if self.method == "eagle":
             x = self._linear("fc", torch.cat([embeds, states], -1))

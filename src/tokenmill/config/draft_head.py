@@ -39,7 +39,8 @@ TARGETS = (
     "GptOssForCausalLM",
 )
 """Architectures whose hidden states are handed out."""
-VOCABULARY_MAPS = ("d2t", "t2d")
+_EMBEDDING = "embed_tokens.weight"
+_MAPS = ("d2t", "t2d")
 """Tensors of integers and booleans: distances from a head's tokens to the model's, and which of the
 model's tokens the head has."""
 NUM_AUX_LAYERS = 3
@@ -51,6 +52,13 @@ def canonical_name(name: str) -> str:
     """The name here of a head's tensor."""
     name = name.removeprefix("model.")
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+
+
+def without_weights(method: str) -> tuple[str, ...]:
+    """Tensors that are no weights of a head of this method: those of EAGLE come with a copy of the
+    model's embedding, which they share here.
+    """
+    return (*_MAPS, _EMBEDDING) if method == "eagle" else _MAPS
 
 
 def check_target(
@@ -106,7 +114,7 @@ def resolve_head(
             f"speculative_config.method={speculation.method!r}: heads draft on a CPU only so far;"
             f" on a GPU take method='draft_model' or 'ngram', or device='cpu'."
         )
-    config = head_config(files.config)
+    config = {"max_position_embeddings": target.max_context, **head_config(files.config)}
     parameters = read_parameters(config)
     shapes = {canonical_name(name): shape for name, shape in files.tensor_shapes.items()}
     formats = {canonical_name(name): format_ for name, format_ in files.tensor_formats.items()}
@@ -114,7 +122,7 @@ def resolve_head(
     aux_layers: tuple[int, ...] = ()
     if speculation.method == "eagle3":
         aux_layers = _aux_layers(speculation.model, config, target.num_layers)
-    for name in VOCABULARY_MAPS:
+    for name in without_weights(speculation.method):
         shapes.pop(name, None)
     weights = held_weights(shapes, formats, speculation.quantization, "cpu", dtype, kernels)
     states = max(len(aux_layers), 1) * target.hidden_size + 2 * parameters.hidden_size
@@ -189,6 +197,13 @@ def _check_layout(
         raise ConfigError(
             f"{given} drafts for a vocabulary of {config.get('vocab_size')} tokens, but the model"
             f" has {target.vocab_size}: it is a head of another model."
+        )
+    is_shared = found == "eagle" or _EMBEDDING not in shapes or "lm_head.weight" not in shapes
+    if is_shared and config.get("hidden_size") != target.hidden_size:
+        raise ConfigError(
+            f"{given} has hidden states of {config.get('hidden_size')} values and shares the"
+            f" model's vocabulary, whose rows have {target.hidden_size}: it is a head of another"
+            f" model."
         )
     width = shapes["fc.weight"][-1]
     due = (NUM_AUX_LAYERS if found == "eagle3" else 2) * target.hidden_size

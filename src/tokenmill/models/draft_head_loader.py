@@ -11,7 +11,7 @@ import torch
 
 from tokenmill.checkpoint.hf_directory import HFDirectory
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.config.draft_head import VOCABULARY_MAPS, canonical_name
+from tokenmill.config.draft_head import canonical_name, without_weights
 from tokenmill.errors import CheckpointError
 from tokenmill.layers.kernels import LayerKernels
 from tokenmill.models.base import CausalLM
@@ -45,10 +45,15 @@ def load_draft_head(
             f" {type(checkpoint).__name__}; speculative_config.quantization makes it smaller."
         )
     names = {canonical_name(name): name for name in checkpoint.tensor_shapes}
+    others = without_weights(method)
     head = _KINDS[method](
         HeadSettings(
             hf_config=hf_config,
-            shapes={name: checkpoint.tensor_shapes[names[name]] for name in names},
+            shapes={
+                here: checkpoint.tensor_shapes[name]
+                for here, name in names.items()
+                if here not in others
+            },
             target=target,
             dtype=dtype,
             kernels=kernels,
@@ -57,8 +62,7 @@ def load_draft_head(
         )
     )
     slots = [replace(slot, name=names.get(slot.name, slot.name)) for slot in weight_slots(head)]
-    maps = {names[name] for name in VOCABULARY_MAPS if name in names}
-    check_names_and_shapes(slots, checkpoint, maps)
+    check_names_and_shapes(slots, checkpoint, {names[here] for here in others if here in names})
     fill(slots, checkpoint, lambda done, total: None)
     head.target_ids = _target_ids(head, checkpoint, names)
     return head.eval()

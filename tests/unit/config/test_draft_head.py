@@ -93,6 +93,10 @@ def test_what_follows_from_its_files() -> None:
     assert resolved(head(is_eagle3=False), method="eagle").speculation.draft.aux_layers == ()
 
 
+def test_a_head_that_does_not_say_has_the_models_context() -> None:
+    assert resolved(head(max_position_embeddings=None)).speculation.draft.max_model_len == 2048
+
+
 def test_layers_that_its_config_names_are_read() -> None:
     key = "eagle_aux_hidden_state_layer_ids"
     assert resolved(head(**{key: [1, 2, 3]})).speculation.draft.aux_layers == (1, 2, 3)
@@ -119,6 +123,10 @@ def test_a_config_that_nests_its_layer(outer: dict[str, Any], is_before: bool) -
         (head(width=128), r"reads 128 values a token, and needs 192"),
         (head(num_hidden_layers=2), r"num_hidden_layers=2; heads of one layer are served"),
         (head(vocab_size=999), r"vocabulary of 999 tokens, but the model has 1000"),
+        (
+            head(hidden_size=32),
+            r"hidden states of 32 values and shares the model's vocabulary, .* 64",
+        ),
         (head(norm_output=True), r"norm_output=true, a variant that is not served"),
         (head(eagle_config={"use_aux_hidden_state": False}), r"use_aux_hidden_state=false"),
         (head(eagle_aux_hidden_state_layer_ids=[1, 2]), r"layers \[1, 2\]; they must be 3 of"),
