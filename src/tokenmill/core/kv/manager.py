@@ -52,19 +52,6 @@ class ComputedBlocks:
 NO_COMPUTED_BLOCKS = ComputedBlocks()
 
 
-@dataclass(slots=True)
-class PrefixCacheStats:
-    """Counted once per request, when it is first admitted; only grows."""
-
-    num_queried_tokens: int = 0
-    num_hit_tokens: int = 0
-    """Without those that were brought from outside for this request."""
-
-    def record(self, computed: ComputedBlocks, num_external_tokens: int = 0) -> None:
-        self.num_queried_tokens += computed.num_queried_tokens
-        self.num_hit_tokens += computed.num_tokens - num_external_tokens
-
-
 class KVCacheManager:
     """Block tables of all running requests, over one pool.
 
@@ -107,7 +94,9 @@ class KVCacheManager:
         )
         self.num_usable_tokens = config.longest_sequence(max_model_len, max_step_tokens)
         """Tokens of one sequence that fit the context and, alone, the pool."""
-        self.prefix_cache_stats = PrefixCacheStats()
+        self._num_queried_tokens = self._num_hit_tokens = 0
+        """Of requests when they were first admitted; what was brought from outside for one is no
+        hit of it."""
         self.transfers: Transfers = NoTransfers()
         """What comes from outside and goes there."""
         self.events: KVEvents | NoKVEvents = NoKVEvents()
@@ -118,18 +107,13 @@ class KVCacheManager:
         """Have it told which blocks come into the prefix cache and go out of it."""
         self.events = KVEvents(self._groups, self.block_size, sink)
 
-    @property
-    def usage(self) -> float:
-        """Share of the blocks in use, 0 to 1; of the pool that has fewer left."""
-        return max(pool.num_used_blocks / pool.num_usable_blocks for pool in self._pools)
-
     def counts(self) -> dict[str, Any]:
         """Fields of `SchedulerStats`."""
         return {
             "num_used_blocks": self.pool.num_used_blocks,
             "num_blocks": self.pool.num_usable_blocks,
-            "prefix_cache_queries": self.prefix_cache_stats.num_queried_tokens,
-            "prefix_cache_hits": self.prefix_cache_stats.num_hit_tokens,
+            "prefix_cache_queries": self._num_queried_tokens,
+            "prefix_cache_hits": self._num_hit_tokens,
             **self.transfers.counts(),
         }
 
@@ -217,7 +201,8 @@ class KVCacheManager:
         request.first_scheduled_time = now
         request.num_cached_tokens = computed.num_tokens
         request.num_external_tokens = min(request.num_external_tokens, computed.num_tokens)
-        self.prefix_cache_stats.record(computed, request.num_external_tokens)
+        self._num_queried_tokens += computed.num_queried_tokens
+        self._num_hit_tokens += computed.num_tokens - request.num_external_tokens
 
     def request_finished(self, request: Request, *, is_last: bool) -> None:
         """A request has ended and holds no blocks; with `is_last`, nobody else does."""
