@@ -39,14 +39,7 @@ def client(kind="in its own", factory="fake_core", **settings):
     else:
         made = InProcessClient(fake_core(args, config, lambda *_: None))
     front_end = build.build_front_end(args, checkpoint, config, None)
-    engine = LLMEngine(
-        config=config,
-        tokenizer=None,
-        default_params=front_end.default_params,
-        input_processor=front_end.input_processor,
-        client=made,
-        output_processor=front_end.output_processor,
-    )
+    engine = LLMEngine(front_end, made)
     try:
         yield engine, made
     finally:

@@ -30,14 +30,7 @@ def engine(factory="fake_core", **settings):
     config = build.settle_config(args, checkpoint)
     client = ReplicasClient(args, config, factory=f"{FACTORIES}:{factory}")
     front_end = build.build_front_end(args, checkpoint, config, None)
-    made = LLMEngine(
-        config=config,
-        tokenizer=None,
-        default_params=front_end.default_params,
-        input_processor=front_end.input_processor,
-        client=client,
-        output_processor=front_end.output_processor,
-    )
+    made = LLMEngine(front_end, client)
     try:
         client.wait_until_ready()
         yield made, [each.pid for each in client._clients]

@@ -115,14 +115,7 @@ def gpu_engine(
         grammars=grammars,
     )
     front_end = build_front_end(args, checkpoint, config, tokenizer)
-    return LLMEngine(
-        config=config,
-        tokenizer=tokenizer,
-        default_params=front_end.default_params,
-        input_processor=front_end.input_processor,
-        client=InProcessClient(core),
-        output_processor=front_end.output_processor,
-    )
+    return LLMEngine(front_end, InProcessClient(core))
 
 
 def draft_files(args: EngineArgs) -> DraftFiles | None:

@@ -27,7 +27,7 @@ from tokenmill.config.resolve import apply_overrides, resolve
 from tokenmill.config.speculation import read_speculative_config
 from tokenmill.contracts.seams import GrammarManager, NoGrammars
 from tokenmill.core.build import build_scheduler
-from tokenmill.engine.client import EngineCoreClient, InProcessClient
+from tokenmill.engine.client import InProcessClient
 from tokenmill.engine.collection import collection_postponed
 from tokenmill.engine.core import EngineCore
 from tokenmill.engine.executors import start_workers
@@ -88,7 +88,7 @@ def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEn
         config = settle_config(args, checkpoint)
         core = _build_core(config, checkpoint, progress, args, loading_tokenizer.result)
         front_end = build_front_end(args, checkpoint, config, loading_tokenizer.result())
-    return _engine(front_end, InProcessClient(core))
+    return LLMEngine(front_end, InProcessClient(core))
 
 
 def _build_replicas(args: EngineArgs, checkpoint: Checkpoint) -> LLMEngine:
@@ -111,18 +111,7 @@ def _build_replicas(args: EngineArgs, checkpoint: Checkpoint) -> LLMEngine:
         client.shutdown()
         raise
     checkpoint.close()
-    return _engine(front_end, client)
-
-
-def _engine(front_end: FrontEnd, client: EngineCoreClient) -> LLMEngine:
-    return LLMEngine(
-        config=front_end.config,
-        tokenizer=front_end.tokenizer,
-        default_params=front_end.default_params,
-        input_processor=front_end.input_processor,
-        client=client,
-        output_processor=front_end.output_processor,
-    )
+    return LLMEngine(front_end, client)
 
 
 def open_model(

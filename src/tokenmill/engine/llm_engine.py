@@ -16,9 +16,8 @@ from tokenmill.contracts.operations import (
 from tokenmill.contracts.request import AdapterRef
 from tokenmill.engine.adapters import AdapterRegistry
 from tokenmill.engine.client import EngineCoreClient
-from tokenmill.engine.input_processor import InputProcessor, RequestParams
+from tokenmill.engine.input_processor import RequestParams
 from tokenmill.engine.interrupts import interrupts_deferred
-from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.errors import EngineDeadError, InvalidRequestError
 from tokenmill.lora_request import LoRARequest
 from tokenmill.outputs import RequestOutput
@@ -27,7 +26,7 @@ from tokenmill.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from tokenmill.config.engine_args import EngineArgs
     from tokenmill.config.engine_config import EngineConfig
-    from tokenmill.engine.build import Progress
+    from tokenmill.engine.build import FrontEnd, Progress
     from tokenmill.features.multimodal.images import Images
     from tokenmill.tokenizer.tokenizer import Tokenizer
 
@@ -44,23 +43,15 @@ class LLMEngine:
     Not thread-safe: one caller steps it. `build.py` makes one from settings.
     """
 
-    def __init__(
-        self,
-        *,
-        config: EngineConfig,
-        tokenizer: Tokenizer | None,
-        default_params: SamplingParams,
-        input_processor: InputProcessor,
-        client: EngineCoreClient,
-        output_processor: OutputProcessor,
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.default_params = default_params
-        self._input_processor = input_processor
+    def __init__(self, front_end: FrontEnd, client: EngineCoreClient) -> None:
+        """Use `from_args`."""
+        self.config: EngineConfig = front_end.config
+        self.tokenizer: Tokenizer | None = front_end.tokenizer
+        self.default_params: SamplingParams = front_end.default_params
+        self._input_processor = front_end.input_processor
         self._client = client
-        self._output_processor = output_processor
-        self._adapters = AdapterRegistry(is_enabled=config.lora is not None)
+        self._output_processor = front_end.output_processor
+        self._adapters = AdapterRegistry(is_enabled=self.config.lora is not None)
         self._undelivered: list[RequestOutput] = []
         self._closed = False
 
