@@ -7,7 +7,12 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from tokenmill.contracts.operations import EngineState, Operation, Tensors
-from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
+from tokenmill.contracts.request import (
+    AdapterInfo,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+)
 from tokenmill.engine.core import EngineCore
 
 
@@ -47,6 +52,10 @@ class EngineCoreClient(Protocol):
         """Have an adapter read and checked; the result raises `AdapterError` for one that is not
         good. Of a core elsewhere it is there after a later `get_outputs`.
         """
+        ...
+
+    def stats(self) -> list[SchedulerStats]:
+        """Of each core; of those elsewhere, as of their latest messages."""
         ...
 
     @property
@@ -89,6 +98,9 @@ class InProcessClient:
 
     def load_adapter(self, directory: str) -> Future[AdapterInfo]:
         return self.core.load_adapter(directory)
+
+    def stats(self) -> list[SchedulerStats]:
+        return [self.core.scheduler.make_stats()]
 
     @property
     def state(self) -> EngineState:

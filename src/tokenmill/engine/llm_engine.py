@@ -13,7 +13,7 @@ from tokenmill.contracts.operations import (
     WakeUp,
     check_operation,
 )
-from tokenmill.contracts.request import AdapterRef
+from tokenmill.contracts.request import AdapterRef, SchedulerStats
 from tokenmill.engine.adapters import AdapterRegistry
 from tokenmill.engine.client import EngineCoreClient
 from tokenmill.engine.input_processor import RequestParams
@@ -146,6 +146,11 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False if requests are running, then nothing changes."""
         return self._client.reset_prefix_cache().result()
+
+    def stats(self) -> list[SchedulerStats]:
+        """The state of each core, and its counters since the start."""
+        self._check_open()
+        return self._client.stats()
 
     # ---- operations -------------------------------------------------------------------------
 

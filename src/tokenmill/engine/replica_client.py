@@ -20,7 +20,12 @@ from tokenmill.contracts.operations import (
     Tensors,
     UpdateWeights,
 )
-from tokenmill.contracts.request import AdapterInfo, EngineCoreOutputs, EngineCoreRequest
+from tokenmill.contracts.request import (
+    AdapterInfo,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SchedulerStats,
+)
 from tokenmill.engine import wire
 from tokenmill.engine.core_client import DEFAULT_FACTORY, ProcessClient
 from tokenmill.engine.placement import placements
@@ -42,6 +47,7 @@ class ReplicasClient:
     ) -> None:
         """Start all processes. Raises `ConfigError` if there is no place for so many."""
         self._config = config
+        self._stats = [SchedulerStats() for _ in range(config.data_parallel_size)]
         self._clients: list[ProcessClient] = []
         self._balancer = ReplicaBalancer(config.data_parallel_size, config.cache)
         self._homes: dict[str, int] = {}
@@ -104,6 +110,10 @@ class ReplicasClient:
                 return answer
         return answers[0]
 
+    def stats(self) -> list[SchedulerStats]:
+        """Of each core, as of its latest message."""
+        return list(self._stats)
+
     @property
     def state(self) -> EngineState:
         """What is asleep anywhere."""
@@ -149,12 +159,13 @@ class ReplicasClient:
         and `EngineDeadError` if one has ended.
         """
         found = False
-        for client in self._clients:
+        for rank, client in enumerate(self._clients):
             client.page.beat_front_end()
             while (message := client.receive()) is not None:
                 found = True
                 match message:
                     case wire.StepOutputs(outputs):
+                        self._stats[rank] = outputs.stats or self._stats[rank]
                         self._arrived.append(outputs)
                     case wire.Refusal(request_id, error):
                         self._homes.pop(request_id, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -10,7 +9,6 @@ from typing import Any
 
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.engine.build import Progress
-from tokenmill.engine.input_processor import RequestParams
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.prompts import Prompt, TokensPrompt
 from tokenmill.entrypoints import pooling
@@ -18,7 +16,8 @@ from tokenmill.entrypoints.beam_search import BeamSearch, BeamSearchParams
 from tokenmill.entrypoints.chat.render import render_chat
 from tokenmill.entrypoints.chat.templates import read_template
 from tokenmill.entrypoints.offline_operations import OfflineOperations
-from tokenmill.entrypoints.per_prompt import as_list, as_prompts, final_only, is_list, one_each
+from tokenmill.entrypoints.offline_requests import RequestRunner
+from tokenmill.entrypoints.per_prompt import as_list, as_prompts, is_list, one_each
 from tokenmill.entrypoints.progress import request_progress, start_progress
 from tokenmill.errors import InvalidRequestError, refuse_unknown
 from tokenmill.lora_request import LoRARequest
@@ -69,7 +68,7 @@ class LLM(OfflineOperations):
             args.reasoning_parser, self.llm_engine.tokenizer
         )
         """How the model marks its reasoning, by the name of its family; None for no reasoning."""
-        self._request_ids = itertools.count()
+        self._requests = RequestRunner(self.llm_engine)
         self._turn = threading.Lock()
 
     def generate(
@@ -92,23 +91,48 @@ class LLM(OfflineOperations):
         request that fails while it runs has `finish_reason` `error`; the others go on. Ctrl-C
         aborts the requests of this call and leaves the engine usable.
         """
-        prompt_list = as_prompts(prompts)
-        defaults = self.get_default_sampling_params()
-        params_list = one_each(
-            "sampling_params", sampling_params, SamplingParams, len(prompt_list), defaults
+        prompt_list, params_list, more = self._asked(
+            prompts, sampling_params, lora_request, priority
         )
-        priorities = [0] * len(prompt_list)
-        if priority is not None:
-            priorities = as_list("priority", priority, "integers")
-        if len(priorities) != len(prompt_list):
-            raise InvalidRequestError(
-                f"priority has {len(priorities)} entries for {len(prompt_list)} prompts;"
-                f" give one for each.",
-                parameter="priority",
-            )
-        adapters = one_each("lora_request", lora_request, LoRARequest, len(prompt_list))
         with self._turn:
-            return self._run(prompt_list, params_list, use_tqdm, priorities, adapters)
+            return self._requests.run(prompt_list, params_list, use_tqdm=use_tqdm, **more)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Queue what `generate` would run, for `wait_for_completion` to run; the requests' ids.
+
+        An engine that is asleep takes requests, too.
+        """
+        asked = self._asked(prompts, sampling_params, lora_request, priority)
+        with self._turn:
+            return self._requests.enqueue(asked[0], asked[1], **asked[2])
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        **chat: Any,
+    ) -> list[str]:
+        """As `enqueue`, what `chat` would run; `chat` are its other arguments."""
+        prompts = self._chat_prompts(messages, **chat)
+        return self.enqueue(prompts, sampling_params, lora_request=lora_request)
+
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Run what was enqueued, and give the outputs in the order of the calls.
+
+        Requests that ended before (`sleep` with the mode `abort`) are among them. Ctrl-C leaves
+        requests queued: call it again. Raises `InvalidRequestError` of an engine that is asleep.
+        """
+        with self._turn:
+            return self._requests.wait(use_tqdm=use_tqdm)
 
     def beam_search(
         self,
@@ -161,20 +185,15 @@ class LLM(OfflineOperations):
         Contents may hold images, for a model that takes them (docs/images.md). Raises
         `ChatTemplateError` if the model has no chat template or it refuses the messages.
         """
-        one = not is_list(messages) or not messages or isinstance(messages[0], Mapping)
-        conversations = [messages] if one else messages
-        prompts = [
-            self.chat_prompt(
-                conversation,  # type: ignore[arg-type]
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-                mm_processor_kwargs=mm_processor_kwargs,
-            )
-            for conversation in conversations
-        ]
+        prompts = self._chat_prompts(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def encode(
@@ -272,7 +291,9 @@ class LLM(OfflineOperations):
             )
         ]
         with self._turn:
-            return self._run(prompt_list, params_list, use_tqdm, adapters=adapters)
+            return self._requests.run(
+                prompt_list, params_list, use_tqdm=use_tqdm, adapters=adapters
+            )
 
     def chat_prompt(
         self,
@@ -336,7 +357,7 @@ class LLM(OfflineOperations):
             asked = [search.prompts() for search in running]
             prompts = [prompt for each in asked for prompt in each]
             outputs = iter(
-                self._run(
+                self._requests.run(
                     prompts,
                     [running[0].request] * len(prompts),
                     use_tqdm=False,
@@ -346,41 +367,34 @@ class LLM(OfflineOperations):
             for search, each in zip(running, asked, strict=True):
                 search.advance([next(outputs) for _ in each])
 
-    def _run(
+    def _chat_prompts(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], **chat: Any
+    ) -> list[TokensPrompt]:
+        one = not is_list(messages) or not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        return [self.chat_prompt(conversation, **chat) for conversation in conversations]
+
+    def _asked(
         self,
-        prompts: list[Prompt],
-        params_list: Sequence[RequestParams],
-        use_tqdm: bool,
-        priorities: Sequence[int] | None = None,
-        adapters: Sequence[LoRARequest | None] | None = None,
-    ) -> list[RequestOutput]:
-        """Queue all, step until all are done. Whatever happens, none of them stays behind."""
-        self.llm_engine.check_awake()
-        request_ids = [f"generate-{next(self._request_ids)}" for _ in prompts]
-        mine = frozenset(request_ids)
-        finished: dict[str, RequestOutput] = {}
-        try:
-            for request_id, prompt, params, priority, adapter in zip(
-                request_ids,
-                prompts,
-                params_list,
-                priorities or [0] * len(prompts),
-                adapters or [None] * len(prompts),
-                strict=True,
-            ):
-                self.llm_engine.add_request(
-                    request_id,
-                    prompt,
-                    final_only(params),
-                    priority=priority,
-                    lora_request=adapter,
-                )
-            with request_progress(len(prompts), shown=use_tqdm) as advance:
-                while len(finished) < len(prompts):
-                    for output in self.llm_engine.step():
-                        if output.request_id in mine:  # `llm_engine` may have others
-                            finished[output.request_id] = output
-                            advance(output)
-        finally:
-            self.llm_engine.abort_request([i for i in request_ids if i not in finished])
-        return [finished[request_id] for request_id in request_ids]
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        priority: Sequence[int] | None,
+    ) -> tuple[list[Prompt], list[SamplingParams], dict[str, Any]]:
+        """Arguments of `generate`, with one of each for every prompt."""
+        prompt_list = as_prompts(prompts)
+        defaults = self.get_default_sampling_params()
+        params_list = one_each(
+            "sampling_params", sampling_params, SamplingParams, len(prompt_list), defaults
+        )
+        priorities = [0] * len(prompt_list)
+        if priority is not None:
+            priorities = as_list("priority", priority, "integers")
+        if len(priorities) != len(prompt_list):
+            raise InvalidRequestError(
+                f"priority has {len(priorities)} entries for {len(prompt_list)} prompts;"
+                f" give one for each.",
+                parameter="priority",
+            )
+        adapters = one_each("lora_request", lora_request, LoRARequest, len(prompt_list))
+        return prompt_list, params_list, {"priorities": priorities, "adapters": adapters}

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from tokenmill.contracts.operations import TAGS, Sleep, UpdateWeights, WakeUp
 from tokenmill.engine.llm_engine import LLMEngine
+from tokenmill.entrypoints.offline_requests import RequestRunner
+from tokenmill.observe.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,7 @@ class OfflineOperations:
 
     llm_engine: LLMEngine
     _turn: threading.Lock
+    _requests: RequestRunner
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Pause, and give memory back to the system until `wake_up`.
@@ -79,6 +82,15 @@ class OfflineOperations:
                 self.llm_engine.operate(UpdateWeights(os.fspath(weights), version, mode))
             else:
                 self.llm_engine.operate(UpdateWeights("", version, mode), weights)
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine has done and does, by the names that a server has for Prometheus: objects
+        of `tokenmill.observe.metrics` (`Counter`, `Gauge`, `Histogram`, `Vector`).
+
+        Requests count when they have ended; those of `llm_engine` itself do not.
+        """
+        with self._turn:
+            return self._requests.metrics.snapshot(self.llm_engine.stats())
 
     @property
     def weight_version(self) -> str:

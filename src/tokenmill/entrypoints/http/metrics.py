@@ -30,17 +30,9 @@ from tokenmill.entrypoints.http.engine import Engine
 from tokenmill.entrypoints.http.progress import Progress
 from tokenmill.entrypoints.http.record import RequestRecord
 from tokenmill.entrypoints.http.scheduler_metrics import LABELS, SchedulerCollector
+from tokenmill.observe.metrics import COUNTS, SECONDS, TOKEN_SECONDS, one_two_five
 
 FINISH_REASONS = ("stop", "length", "repetition", "abort", "error")
-_SECONDS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-)  # fmt: skip
-_TOKEN_SECONDS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
-    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
-_COUNTS = (1, 2, 5, 10, 20)
 _METHODS = frozenset(("GET", "POST", "DELETE", "OPTIONS", "HEAD"))
 _OLDER_NAMES = {"inter_token_latency_seconds": "time_per_output_token_seconds"}
 
@@ -83,7 +75,7 @@ class ServerMetrics:
             "http_request_duration_seconds",
             "Until the end of the answer.",
             ("method", "handler"),
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=self.registry,
         )
 
@@ -138,7 +130,7 @@ class _Families:
     def __init__(self, registry: CollectorRegistry, longest: int) -> None:
         """`longest` is the most tokens of a request."""
         self._registry = registry
-        lengths = _one_two_five(longest)
+        lengths = one_two_five(longest)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests.")
         self.prompt_cached = self._counter(
             "prompt_tokens_cached", "Of these, tokens from the prefix cache."
@@ -149,18 +141,18 @@ class _Families:
         self.success = self._counter(
             "request_success", "Sequences that have ended, by the reason.", "finished_reason"
         )
-        self.first = self._histogram("time_to_first_token_seconds", _SECONDS)
-        self.gaps = self._histogram("inter_token_latency_seconds", _TOKEN_SECONDS)
-        self.per_token = self._histogram("request_time_per_output_token_seconds", _TOKEN_SECONDS)
-        self.whole = self._histogram("e2e_request_latency_seconds", _SECONDS)
-        self.queued = self._histogram("request_queue_time_seconds", _SECONDS)
-        self.prefill = self._histogram("request_prefill_time_seconds", _SECONDS)
-        self.decode = self._histogram("request_decode_time_seconds", _SECONDS)
-        self.inference = self._histogram("request_inference_time_seconds", _SECONDS)
+        self.first = self._histogram("time_to_first_token_seconds", SECONDS)
+        self.gaps = self._histogram("inter_token_latency_seconds", TOKEN_SECONDS)
+        self.per_token = self._histogram("request_time_per_output_token_seconds", TOKEN_SECONDS)
+        self.whole = self._histogram("e2e_request_latency_seconds", SECONDS)
+        self.queued = self._histogram("request_queue_time_seconds", SECONDS)
+        self.prefill = self._histogram("request_prefill_time_seconds", SECONDS)
+        self.decode = self._histogram("request_decode_time_seconds", SECONDS)
+        self.inference = self._histogram("request_inference_time_seconds", SECONDS)
         self.prompt_lengths = self._histogram("request_prompt_tokens", lengths)
         self.computed = self._histogram("request_prefill_kv_computed_tokens", lengths)
         self.output_lengths = self._histogram("request_generation_tokens", lengths)
-        self.n = self._histogram("request_params_n", _COUNTS)
+        self.n = self._histogram("request_params_n", COUNTS)
         self.max_tokens = self._histogram("request_params_max_tokens", lengths)
 
     def _counter(self, name: str, text: str, *more_labels: str) -> Counter:
@@ -260,15 +252,3 @@ def _cache_labels(engine: Engine) -> tuple[str, str, str]:
 def _observe(histogram: Histogram, start: float | None, end: float | None) -> None:
     if start is not None and end is not None:
         histogram.observe(end - start)
-
-
-def _one_two_five(longest: int) -> list[float]:
-    """1, 2, 5, 10, ... up to the first that is not below `longest`."""
-    buckets: list[float] = []
-    scale = 1
-    while True:
-        for step in (1, 2, 5):
-            buckets.append(step * scale)
-            if step * scale >= longest:
-                return buckets
-        scale *= 10
