@@ -14,6 +14,8 @@ from helpers.models import PagedRun, model_from_tensors
 from helpers.ranks import together
 from tokenmill.errors import CheckpointError, ConfigError
 from tokenmill.kernels import native
+from tokenmill.kernels.gpu.four_bit_experts import FourBitExperts
+from tokenmill.layers.gpu import GpuKernels
 from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.gpt_oss import GptOssForCausalLM as OurGptOss
@@ -79,6 +81,28 @@ def test_codes_serve_bfloat16() -> None:
     found = of_ours.method.gate_up[3].project(x.bfloat16(), bias, torch.bfloat16)
     error = (found - expected).norm() / expected.norm()
     assert error < 0.01
+
+
+@torch.inference_mode()
+def test_codes_are_kept_on_a_gpu_for_bfloat16() -> None:
+    theirs, hf_config, tensors = published()
+    weights, chosen = torch.rand(5, 2), torch.tensor([[0, 3], [5, 1], [2, 0], [4, 5], [3, 1]]).int()
+    x = torch.randn(5, 128).bfloat16()
+    results = []
+    for dtype, rounding in (("bfloat16", 0.01), ("float32", 1e-5)):
+        kernels = GpuKernels(torch.device("cpu"), exact=True)
+        model = model_from_tensors(hf_config, tensors, dtype, kernels=kernels)
+        method = model.get_submodule("model.layers.1.mlp.experts").method
+        stored = method.gate_up_weight
+        assert isinstance(stored, FourBitExperts) == (dtype == "bfloat16")
+        kept = stored.unpack(3) if isinstance(stored, FourBitExperts) else stored[3]
+        wanted = theirs.model.layers[1].mlp.experts.gate_up_proj[3].t()
+        assert torch.equal(kept.float(), torch.cat([wanted[0::2], wanted[1::2]])), "no rounding"
+        results.append(method.mix(x.to(kept.dtype), weights, chosen, None))
+        plain = model_from_tensors(hf_config, tensors, kernels=PlainKernels())
+        reference = plain.get_submodule("model.layers.1.mlp.experts").method
+        expected = reference.mix(x.float(), weights, chosen, None)
+        assert (results[-1] - expected).norm() / expected.norm() < rounding
 
 
 @pytest.mark.skipif(not native.is_available(), reason="needs the native kernels")

@@ -57,9 +57,7 @@ def prepare_interpreter() -> None:
     sys.path.append(str(Path(__file__).parents[3] / "tests"))
     from helpers import triton_interpreter
 
-    triton_interpreter.round_like_a_gpu()
-    triton_interpreter.loop_over_scalars()
-    triton_interpreter.patch_the_language_once()
+    triton_interpreter.adapt_interpreter()
 
 
 def watch_launches(launches: dict[str, int]) -> None:

@@ -82,6 +82,8 @@ class Weights:
     quantization: str | None = None
     """What plain matrices become. Vectors keep `dtype`, and so do the vocabulary and routers,
     except on the native kernels: there they have eight bits."""
+    keeps_mxfp4: bool = False
+    """Whether MXFP4 in tensors of its own keeps its codes although block types do not."""
 
     @property
     def num_decoder_values(self) -> int:
@@ -118,6 +120,8 @@ class Weights:
         return 0 if name.endswith(_SCALES) else 2 * num_stored
 
     def _code_bytes(self, name: str, num_stored: int) -> int:
+        if self.keeps_mxfp4:
+            return num_stored
         if not self.keeps_blocks:
             return self._values_of(name, num_stored) * DTYPE_BYTES[self.dtype]
         return num_stored * (2 if name.endswith(_SCALES) else 1)  # a scale becomes a half

@@ -65,4 +65,11 @@ def held_weights(
 ) -> Weights:
     """A checkpoint's tensors as they will be held. Raises as `choose_quantization` does."""
     quantization = choose_quantization(wanted, device, dtype, kernels, formats)
-    return Weights(shapes, formats, dtype, keeps_blocks(kernels, dtype), quantization)
+    return Weights(
+        shapes,
+        formats,
+        dtype,
+        keeps_blocks(kernels, dtype),
+        quantization,
+        keeps_mxfp4=device == "cuda" and dtype == "bfloat16",
+    )

@@ -42,6 +42,8 @@ class ExpertShape:
     """Of the activations."""
     gate: ExpertGate = "silu"
     has_bias: bool = False
+    is_mxfp4: bool = False
+    """Whether the checkpoint has them in MXFP4, which kernels may keep."""
 
 
 class ExpertsMethod(Protocol):

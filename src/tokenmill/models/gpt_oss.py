@@ -150,7 +150,16 @@ class GptOssExperts(nn.Module):
         )
         self.group = group = parts.kernels.group
         self.share = share = even_share(size, group.rank, group.size)
-        self.shape = ExpertShape(num_experts, hidden, share.size, parts.dtype, gate, has_bias=True)
+        self.is_mxfp4 = _is_mxfp4(hf_config)
+        self.shape = ExpertShape(
+            num_experts,
+            hidden,
+            share.size,
+            parts.dtype,
+            gate,
+            has_bias=True,
+            is_mxfp4=self.is_mxfp4,
+        )
         self.method = method = parts.kernels.experts_method(self.shape)
         assert method.gate_up_bias is not None
         assert method.down_bias is not None
@@ -171,7 +180,6 @@ class GptOssExperts(nn.Module):
             share,
             adds_bias=group.rank == 0,
         )
-        self.is_mxfp4 = _is_mxfp4(hf_config)
         self.are_separate = bool(hf_config.get("separate_experts", False))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:

@@ -1,4 +1,8 @@
-"""Four-bit formats of GGUF taken apart: value = code * scale + minimum, in groups of 32."""
+"""Four-bit formats taken apart, in groups of 32 values.
+
+GGUF's    value = code * scale + minimum
+MXFP4     value = e2m1 float of the code * 2 ** (exponent - 127)
+"""
 
 from __future__ import annotations
 
@@ -38,3 +42,14 @@ def four_bit_parts(raw: RawTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
         minimum = -offset
     shape = (num_rows, num_columns // GROUP_SIZE)
     return codes.view(num_rows, num_columns), scale.view(shape), minimum.view(shape)
+
+
+def mxfp4_parts(raw: RawTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 [N, K] and exponents uint8 [N, K / 32] of a tensor in MXFP4.
+
+    Rows are in Hugging Face's order.
+    """
+    num_rows, num_columns = raw.shape
+    blocks = rows_in_order(raw).view(num_rows, num_columns // GROUP_SIZE, 1 + GROUP_SIZE // 2)
+    codes = block_codes(blocks.flatten(0, 1), 1)
+    return codes.view(num_rows, num_columns), blocks[..., 0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tokenmill.kernels.experts import ClampedGate
+from tokenmill.kernels.gpu.float8_experts import Float8Experts
 from tokenmill.kernels.gpu.moe import (
     MOE_LARGE,
     MOE_TILES,
@@ -165,6 +166,24 @@ def test_a_layer_with_biases_and_clamped_gates(dtype: torch.dtype, device: str) 
     without = torch.empty_like(x)
     experts_mlp_reference(x, gate_up, down, chosen, weights, without)
     assert (wanted[:7] - without[:7]).abs().amax(-1).min() > 0.1, "they matter"
+
+
+@pytest.mark.parametrize("depth", [64, 130])
+def test_float8_experts(depth: int, device: str) -> None:
+    weight = Float8Experts.empty(3, 70, depth, device)
+    for expert in range(3):
+        for rows in (slice(0, 30), slice(30, 70)):
+            weight.quantize(expert, rows, torch.randn(rows.stop - rows.start, depth) * 9)
+    chosen = random_experts(20, 2, 3, device, num_padded=4)
+    order = align(chosen, 3, 16)
+    x, bias = torch.randn(20, depth).bfloat16().to(device), torch.randn(3, 70, device=device)
+    out = torch.full((40, 70), torch.nan, device=device)
+    grouped_matmul(x, weight, order, out, bias=bias, pairs_per_token=2)
+    for row, pair in enumerate(order.pair_of_row[:32].tolist()):
+        expert = int(chosen.flatten()[pair])
+        wanted = weight.unpack(expert).double() @ x[pair // 2].double() + bias[expert]
+        torch.testing.assert_close(out[row].double(), wanted, rtol=1e-5, atol=1e-3)
+    assert out[32:].isnan().all()
 
 
 def test_a_token_has_the_same_bits_among_others(device: str) -> None:

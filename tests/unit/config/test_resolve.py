@@ -15,6 +15,7 @@ from tokenmill.config.engine_config import EngineConfig, SchedulerConfig
 from tokenmill.config.machine import Accelerator, Machine
 from tokenmill.config.memory import Weights, render, summary
 from tokenmill.config.parameters import read_parameters, rope_parameters
+from tokenmill.config.quantization import held_weights
 from tokenmill.config.resolve import resolve
 from tokenmill.errors import ConfigError, MemoryBudgetError
 
@@ -465,6 +466,16 @@ def test_codes_in_tensors_of_their_own_count_as_their_values() -> None:
     assert kept.num_values == expanded.num_values == 4 * 64 * 96
     assert kept.num_bytes == 4 * 64 * 3 * 18
     assert expanded.num_bytes == 2 * 4 * 64 * 96
+    on_gpu = dataclasses.replace(expanded, keeps_mxfp4=True)
+    assert on_gpu.num_values == expanded.num_values
+    assert on_gpu.num_bytes == 4 * 64 * 3 * 17
+
+
+def test_a_gpu_keeps_codes_for_bfloat16_only() -> None:
+    shapes = {"experts.down_proj_blocks": (4, 64, 3, 16), "experts.down_proj_scales": (4, 64, 3)}
+    given = shapes, dict.fromkeys(shapes, "U8"), None, "cuda"
+    assert held_weights(*given, "bfloat16", "triton").num_bytes == 4 * 64 * 3 * 17
+    assert held_weights(*given, "float32", "triton").num_bytes == 4 * 4 * 64 * 96
 
 
 def test_packed_tensors_count_as_their_block_types() -> None:

@@ -18,7 +18,6 @@ from tokenmill.errors import ConfigError
 from tokenmill.kernels import native
 from tokenmill.kernels.experts import Routing, mix_experts_reference, route_reference
 from tokenmill.kernels.gemm import PackedBlocks
-from tokenmill.layers.gpu import GpuKernels
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.decoder import LayerParts
 from tokenmill.models.deepseek import OrderedLinear, deepseek_routing, row_order, yarn_scale
@@ -116,13 +115,6 @@ def test_the_context_of_gemma3_includes_its_scaling() -> None:
 def test_what_cannot_be_served_is_refused(family, changes, message) -> None:
     with pytest.raises(ConfigError, match=message):
         family(SIZES | changes, dtype=torch.float32, max_model_len=16)
-
-
-def test_layers_without_a_kernel_are_refused_on_a_gpu() -> None:
-    config = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
-    in_bits = GpuKernels(torch.device("cpu"), exact=True, weight_format="int4")
-    with pytest.raises(ConfigError, match=r"for experts with quantization='int4'.*device='cpu'"):
-        MixtralForCausalLM(config, dtype=torch.bfloat16, max_model_len=16, kernels=in_bits)
 
 
 def test_gpt2_under_the_names_of_its_first_checkpoint() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,9 @@ BATCHES = [
     ),
 ]
 SMALL_BATCHES = [_decode(2, 300), Batch("mixed", [1, 9, 3], [11, 9, 14])]
+TEXTS = Batch("texts", [3 + 23 * i for i in range(22)], [3 + 23 * i for i in range(22)])
+SMALL_TEXTS = Batch("texts", [9, 1], [9, 1])
+BERT = (16, 16, 64)
 HEADS = [(32, 8, 128), (32, 8, 64)]
 """Llama 3 of 8 billion and of 1 billion parameters."""
 
@@ -63,6 +67,11 @@ def cases(place: Place) -> Iterator[Case]:
                 yield _attention(place, batch, sizes, exact=exact)
     for batch in place.pick([_decode(64, 1_024), BATCHES[-1]], SMALL_BATCHES[:1]):
         yield _attention(place, batch, heads[0], exact=False, cache_type=FP8)
+    batch = SMALL_TEXTS if place.small else TEXTS
+    for exact in (False, True):
+        yield _attention(
+            place, batch, (4, 4, 16) if place.small else BERT, exact=exact, causal=False
+        )
 
 
 def _attention(
@@ -72,6 +81,7 @@ def _attention(
     *,
     exact: bool,
     cache_type: torch.dtype = BF16,
+    causal: bool = True,
 ) -> Case:
     from tokenmill.kernels.gpu.attention import paged_attention
     from tokenmill.kernels.gpu.attention_launch import workspace_size
@@ -104,6 +114,7 @@ def _attention(
             k_scale=scales[0],
             v_scale=scales[1],
             exact=exact,
+            causal=causal,
         )
 
     def results() -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
@@ -111,11 +122,15 @@ def _attention(
         paged_attention_reference(
             query, cache.float() if cache_type == FP8 else cache, table, lens, starts, expected,
             scale=scale,
-            k_scale=scales[0], v_scale=scales[1],
+            k_scale=scales[0], v_scale=scales[1], causal=causal,
         )  # fmt: skip
         yield out, expected, MANY_ROUNDED
 
     kind = ", exact" * exact + ", float8 cache" * (cache_type == FP8)
+    kind += ", in both directions" * (not causal)
+    num_pairs = (
+        batch.num_pairs if causal else sum(map(operator.mul, batch.query_lens, batch.seq_lens))
+    )
     per_key = 2 * num_kv_heads * head_size * cache_type.itemsize
     return Case(
         "paged_attention",
@@ -123,7 +138,7 @@ def _attention(
         launch,
         results,
         num_bytes=sum(batch.seq_lens) * per_key + 4 * query.nbytes,
-        num_flops=4 * batch.num_pairs * num_heads * head_size,
+        num_flops=4 * num_pairs * num_heads * head_size,
     )
 
 

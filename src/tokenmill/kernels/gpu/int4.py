@@ -78,7 +78,8 @@ def pack_codes(codes: torch.Tensor, group_size: int) -> torch.Tensor:
     """Codes, uint8 [N, K], two a byte, as the kernel reads them: [N, padded K / 2]."""
     padded = functional.pad(codes, (0, padded_depth(codes.shape[1]) - codes.shape[1]))
     low, high = padded.unflatten(1, (-1, 2, half_unit(group_size))).unbind(2)
-    return (low | high << 4).flatten(1)
+    packed: torch.Tensor = low | high << 4
+    return packed.flatten(1)
 
 
 def unpack_codes(packed: torch.Tensor, group_size: int) -> torch.Tensor:

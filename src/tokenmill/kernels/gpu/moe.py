@@ -22,6 +22,7 @@ import triton.language as tl
 from tokenmill.kernels.experts import ExpertGate
 from tokenmill.kernels.gpu.activation import gated_activation, gated_activation_reference
 from tokenmill.kernels.gpu.dot import dot
+from tokenmill.kernels.gpu.float8_experts import Float8Experts
 from tokenmill.kernels.gpu.four_bit_experts import FourBitExperts
 from tokenmill.kernels.gpu.gemm_tiles import tile_of_program
 from tokenmill.kernels.gpu.launch import CompileCase, cdiv, define_op
@@ -32,7 +33,7 @@ from tokenmill.kernels.gpu.moe_tiles import MoeTile, rows_of_tile, store_rows
 _COMBINE_COLUMNS = 1024
 
 
-ExpertWeight = torch.Tensor | FourBitExperts
+ExpertWeight = torch.Tensor | Float8Experts | FourBitExperts
 """A matrix of each expert, [num_experts, N, K]."""
 
 MOE_TILES: tuple[tuple[int, MoeTile], ...] = (
@@ -65,8 +66,9 @@ def grouped_matmul(
     weight is [num_experts, N, K], bias [num_experts, N], out [num_tokens * k, N] in the order's
     rows. With `pairs_per_token`, k, x is [num_tokens, K] and a row's source its token; else x is
     [num_tokens * k, K] in the order's rows itself. x and weight are of one type, or the weight has
-    four bits and x is bfloat16; all are contiguous; bias and out are bfloat16, float16 or float32.
-    Sums are float32, rounded once, after the bias. Rows behind the last pair's are not written.
+    eight or four bits and x is bfloat16; all are contiguous; bias and out are bfloat16, float16 or
+    float32. Sums are float32, rounded once, after the bias. Rows behind the last pair's are not
+    written.
     """
     if isinstance(weight, FourBitExperts):
         assert tile is None
@@ -75,17 +77,23 @@ def grouped_matmul(
     num_rows, (num_experts, num_columns, depth) = len(order.pair_of_row), weight.shape
     tile = tile or choose_moe_tile(num_rows, num_experts)
     assert tile.block_m == order.block_m
-    assert x.dtype == weight.dtype
+    if isinstance(weight, Float8Experts):
+        matrices, scales = weight.codes, weight.scales
+        assert x.dtype == torch.bfloat16
+    else:
+        matrices, scales = weight, None
+        assert x.dtype == weight.dtype
     assert x.shape == (num_rows // (pairs_per_token or 1), depth)
     assert out.shape == (num_rows, num_columns)
-    assert all(t.is_contiguous() for t in (x, weight, out))
+    assert all(t.is_contiguous() for t in (x, matrices, out))
     assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
     num_tiles = order.tiles.shape[1]
     if num_tiles == 0 or num_columns == 0:
         return
     _grouped_matmul_kernel[(num_tiles * cdiv(num_columns, tile.block_n),)](
         x,
-        weight,
+        matrices,
+        scales,
         bias,
         order.pair_of_row,
         order.tiles,
@@ -222,6 +230,7 @@ def experts_mlp_reference(
 def _grouped_matmul_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor,
     bias: tl.tensor,
     pair_of_row: tl.tensor,
     tiles: tl.tensor,
@@ -257,7 +266,10 @@ def _grouped_matmul_kernel(
                 inside = steps < depth - k
                 x_tile = tl.load(x_rows + k, mask=inside, other=0.0)
                 weight_tile = tl.load(weight_rows + k, mask=inside, other=0.0)
-            total = dot(weight_tile, tl.trans(x_tile), total)
+            total = dot(weight_tile.to(x_tile.dtype), tl.trans(x_tile), total)
+        if scales is not None:
+            first_row = expert.to(tl.int64) * num_columns
+            total *= tl.load(scales + first_row + column_index)[:, None]
         store_rows(total, bias, out, expert, rows, end, columns, num_columns)
 
 
@@ -311,6 +323,7 @@ def compile_cases() -> list[CompileCase]:
     return [
         *(_product_case(tile, k) for tile in tiles for k in (0, 8)),
         *(_product_case(tile, 4, has_bias=True) for tile in tiles),
+        *(_product_case(tile, 8, weight="fp8e4nv") for tile in tiles),
         CompileCase(
             "moe combine",
             _combine_kernel,
@@ -326,24 +339,27 @@ def compile_cases() -> list[CompileCase]:
     ]
 
 
-def _product_case(tile: MoeTile, pairs_per_token: int, *, has_bias: bool = False) -> CompileCase:
+def _product_case(
+    tile: MoeTile, pairs_per_token: int, *, has_bias: bool = False, weight: str = "bf16"
+) -> CompileCase:
     name = f"moe product {tile.block_m}x{tile.block_n}{' of tokens' if pairs_per_token else ''}"
+    optional = {"bias": has_bias, "scales": weight != "bf16"}
     return CompileCase(
-        name + " with bias" * has_bias,
+        name + " with bias" * has_bias + f" {weight}" * (weight != "bf16"),
         _grouped_matmul_kernel,
         {
             "x": "*bf16",
-            "weight": "*bf16",
+            "weight": f"*{weight}",
             "pair_of_row": "*i32",
             "tiles": "*i32",
             "out": "*bf16",
             "num_tiles": "i32",
             "num_columns": "i32:16",
             "depth": "i32:16",
-            **({"bias": "*fp32"} if has_bias else {}),
+            **{argument: "*fp32" for argument, is_there in optional.items() if is_there},
         },
         {
-            **({} if has_bias else {"bias": None}),
+            **{argument: None for argument, is_there in optional.items() if not is_there},
             "PAIRS_PER_TOKEN": pairs_per_token,
             "EVEN": True,
             "BLOCK_M": tile.block_m,
