@@ -23,8 +23,7 @@ from tokenmill.contracts.encoding import describe
 from tokenmill.contracts.kv_cache import KVCacheSpec
 from tokenmill.contracts.plan import GrammarOutput, NewRequestData, SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo
-from tokenmill.contracts.result import ModelRunnerOutput
-from tokenmill.contracts.sampled import SampledTokens
+from tokenmill.contracts.result import ModelRunnerOutput, SampledTokens
 from tokenmill.engine.build import open_model, settle_config
 from tokenmill.errors import AdapterError, ConfigError, EngineDeadError
 from tokenmill.executor import messages

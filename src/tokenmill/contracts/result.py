@@ -43,3 +43,11 @@ class ModelRunnerOutput(msgspec.Struct):
     def result(self) -> ModelRunnerOutput:
         """Itself."""
         return self
+
+
+class SampledTokens(msgspec.Struct, array_like=True):
+    """What ranks are told that do not see what a step has sampled; lists by request."""
+
+    req_ids: list[str]
+    rows: list[int]
+    token_ids: list[list[int]]

@@ -7,6 +7,7 @@
     llm_engine.py        these together, stepped by the caller
     client.py            one interface to the core, in this process or another
     build.py             a model's name -> an engine
+    workers.py           the workers of its core, and the executor that carries plans to them
 
 Served, with the core in a process of its own:
 

@@ -30,7 +30,6 @@ from tokenmill.core.build import build_scheduler
 from tokenmill.engine.client import InProcessClient
 from tokenmill.engine.collection import collection_postponed
 from tokenmill.engine.core import EngineCore
-from tokenmill.engine.executors import start_workers
 from tokenmill.engine.generation_defaults import (
     default_sampling_params,
     end_token_ids,
@@ -40,6 +39,7 @@ from tokenmill.engine.input_processor import InputProcessor
 from tokenmill.engine.llm_engine import LLMEngine
 from tokenmill.engine.output_processor import OutputProcessor
 from tokenmill.engine.pooling_processor import PoolingProcessor
+from tokenmill.engine.workers import start_workers
 from tokenmill.errors import ConfigError
 from tokenmill.features.multimodal.build import build_images
 from tokenmill.kernels.accelerator import find_accelerator

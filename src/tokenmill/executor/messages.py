@@ -22,8 +22,7 @@ from tokenmill.contracts.encoding import ErrorInfo, LogRecord, plain
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo
-from tokenmill.contracts.result import ModelRunnerOutput
-from tokenmill.contracts.sampled import SampledTokens
+from tokenmill.contracts.result import ModelRunnerOutput, SampledTokens
 from tokenmill.errors import EngineDeadError
 
 _LENGTH = struct.Struct("<Q")
@@ -36,8 +35,6 @@ HELLO_BYTES = 64
 class RankSetup(msgspec.Struct, array_like=True, tag=0):
     """All that a rank is built from."""
 
-    factory: str
-    """`module:function` of what makes a `Worker`."""
     args: EngineArgs
     config: EngineConfig
     rank: int

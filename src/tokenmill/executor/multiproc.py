@@ -32,15 +32,13 @@ from tokenmill.contracts.encoding import LogRecord, rebuild
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
 from tokenmill.contracts.request import AdapterInfo
-from tokenmill.contracts.result import ModelRunnerOutput
-from tokenmill.contracts.sampled import SampledTokens
+from tokenmill.contracts.result import ModelRunnerOutput, SampledTokens
 from tokenmill.errors import ConfigError, EngineDeadError, TokenmillError
 from tokenmill.executor import messages
 from tokenmill.executor.launch import LocalRank, end_ranks, start_ranks
 from tokenmill.executor.remote import RankPlaces, accept_ranks
 from tokenmill.kernels import native
 
-DEFAULT_FACTORY = "tokenmill.engine.build:build_rank"
 _CAUSE_PATIENCE = 2.0
 """Seconds to wait for the rank that has failed, where another one tells that it has noticed."""
 _DEATH_PATIENCE = 1.0
@@ -67,7 +65,6 @@ class MultiprocExecutor:
         config: EngineConfig,
         on_progress: Progress = lambda done, total: None,
         *,
-        factory: str = DEFAULT_FACTORY,
         on_death: Callable[[], None] | None = None,
         start: StartRanks = start_ranks,
         places: RankPlaces | None = None,
@@ -102,7 +99,7 @@ class MultiprocExecutor:
         self._unlearnt: list[SampledTokens] = []
         self._adapters: dict[int, _LoadingAdapter] = {}
         try:
-            self._start(messages.RankSetup(factory, args, config, 0, None, _log_level()), start)
+            self._start(messages.RankSetup(args, config, 0, None, _log_level()), start)
         except BaseException:
             self.shutdown()
             raise

@@ -31,6 +31,7 @@ from tokenmill.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+_BUILD = "tokenmill.engine.build"
 _PROGRESS_INTERVAL = 0.05
 """Seconds between two messages on how far the rank is loaded."""
 _CONNECT_INTERVAL = 0.2
@@ -99,9 +100,8 @@ class RankLoop:
 
 
 def build(setup: messages.RankSetup, channel: Channel, ranks: GroupRanks) -> Worker:
-    """Make the worker by the factory that the setup names."""
-    module, _, name = setup.factory.partition(":")
-    factory: Callable[..., Worker] = getattr(importlib.import_module(module), name)
+    """Make the worker, as the engine's own build does; that is above this package."""
+    build_rank: Callable[..., Worker] = importlib.import_module(_BUILD).build_rank
     last_sent = 0.0
 
     def on_progress(done: int, total: int) -> None:
@@ -111,7 +111,7 @@ def build(setup: messages.RankSetup, channel: Channel, ranks: GroupRanks) -> Wor
             last_sent = now
             channel.send(messages.LoadProgress(done, total))
 
-    return factory(setup.args, setup.config, on_progress, ranks)
+    return build_rank(setup.args, setup.config, on_progress, ranks)
 
 
 def serve(channel: Channel, memory_fd: int, model_path: str) -> int:

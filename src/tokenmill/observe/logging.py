@@ -38,16 +38,14 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(values, default=str)
 
 
-def configure_logging(
-    console: Console, default_level: str = "warning", *, as_json: bool = False
-) -> None:
+def configure_logging(console: Console, *, as_json: bool = False) -> None:
     """Send tokenmill's logs to `console`: in colour on a terminal, else one plain line each, or as
     JSON wherever it goes.
 
     A progress bar on the same console stays in place below the logs. The level is
-    `$TOKENMILL_LOG_LEVEL`, else `default_level`; raises `ConfigError` if it is not a level.
+    `$TOKENMILL_LOG_LEVEL`, else `warning`; raises `ConfigError` if it is not a level.
     """
-    level = log_level(default_level)
+    level = log_level("warning")
     handler: logging.Handler
     if as_json:
         handler = logging.StreamHandler(console.file)

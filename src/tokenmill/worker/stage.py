@@ -19,7 +19,7 @@ import torch
 
 from tokenmill.attention.backend import AttentionMetadata
 from tokenmill.contracts.plan import GrammarOutput, SchedulerOutput
-from tokenmill.contracts.sampled import SampledTokens
+from tokenmill.contracts.result import SampledTokens
 from tokenmill.contracts.seams import StepFuture
 from tokenmill.layers.attention import Attention
 from tokenmill.layers.kernels import LayerKernels

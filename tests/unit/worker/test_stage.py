@@ -16,7 +16,7 @@ from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.checkpoint.open import open_checkpoint
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.contracts.plan import NewRequestData, SchedulerOutput
-from tokenmill.contracts.sampled import SampledTokens
+from tokenmill.contracts.result import SampledTokens
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.loader import load_model
 from tokenmill.parallel.group import SOLO

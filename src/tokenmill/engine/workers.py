@@ -1,4 +1,6 @@
-"""What carries plans to workers: one in this process, or ranks in processes of their own."""
+"""The workers of a core, with a model that is loaded: one in this process, or ranks in processes of
+their own.
+"""
 
 from __future__ import annotations
 
