@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gpucheck.driving import graph_stats
-from gpucheck.models import SMALLER, Shape, engine, prompt
+from gpucheck.models import SMALLER, Shape, engine, prompt, write_draft
 from gpucheck.report import Budget, Row
 
 NUM_LAYERS = 2
@@ -19,6 +21,8 @@ SMALL_STEP = 96
 TOLERANCE = 0.02
 """Of log-probabilities: the norm of the error over that of their spread. Rounding to bfloat16 makes
 about half of it; a RoPE base that is off by 2%, as much again."""
+TOLERANCE_OF_EXPERTS = 0.06
+"""Rounding has some tokens choose another of two experts that are nearly as good."""
 
 Requests = Mapping[str, tuple[list[int], Any]]
 """Prompt and parameters by name."""
@@ -41,7 +45,7 @@ class Load:
 
 
 def load(shape: Shape, *, quick: bool) -> Load:
-    if shape.name == "tiny":
+    if shape.name.startswith("tiny"):
         return Load((1, 30, 60, 129), 24)
     lens = (1, 3, 17, 32, 64, 100, 129, 200, 257, 300, 411, 640)
     return Load(lens[::2] if quick else lens, 72)
@@ -51,7 +55,8 @@ def run(shape: Shape, device: str, budget: Budget, *, quick: bool) -> Iterator[R
     what = load(shape, quick=quick)
     small = dataclasses.replace(shape, num_layers=min(NUM_LAYERS, shape.num_layers))
     yield from _beside_reference(small, device, budget, _settings(what))
-    yield from _same_bits(small, device, budget, what)
+    if device == "cuda" or not shape.changes:  # elsewhere one model shows that this works
+        yield from _same_bits(small, device, budget, what)
 
 
 def _settings(what: Load) -> dict[str, Any]:
@@ -72,12 +77,15 @@ def _beside_reference(
     """Log-probabilities of prompts: torch in float32 on the CPU, then the device."""
     with engine(shape, "cpu", **(settings | {"dtype": "float32"})) as llm:
         expected = _prompt_logprobs(llm)
+    allowed = TOLERANCE_OF_EXPERTS if shape.changes else TOLERANCE
     ways: list[tuple[str, dict[str, Any], float]] = [
-        ("", {"exact": False}, TOLERANCE),
-        (", exact mode", {"exact": True}, TOLERANCE),
+        ("", {"exact": False}, allowed),
+        (", exact mode", {"exact": True}, allowed),
     ]
-    if device == "cuda":
+    if device == "cuda" and not shape.changes:
         ways += [(f", {s.name}", s.settings, s.tolerance) for s in SMALLER]
+        adapted = {"quantization": "fp8", "enable_lora": True}
+        ways.append((", fp8 beside adapters", adapted, 0.12))
     for name, changed, tolerance in ways:
         budget.check(5.0)
         with engine(shape, device, **(settings | changed)) as llm:
@@ -142,6 +150,12 @@ def _same_bits(shape: Shape, device: str, budget: Budget, what: Load) -> Iterato
         budget.check(5.0)
         with engine(shape, device, **(settings | changed), exact=True) as llm:
             yield _row(shape, way, alone, *_run(llm, requests), cause=cause)
+    with tempfile.TemporaryDirectory(prefix="gpucheck-") as directory:
+        budget.check(5.0)
+        write_draft(Path(directory), shape.vocab_size)
+        drafting = {"model": directory, "num_speculative_tokens": 3, "adaptive": False}
+        with engine(shape, device, **settings, exact=True, speculative_config=drafting) as llm:
+            yield _row(shape, "drafted for", alone, *_run(llm, requests), cause="drafted")
     budget.check(5.0)
     with engine(shape, device, **settings, exact=False) as llm:
         yield _row(shape, "not in exact mode", alone, *_run(llm, requests), is_promised=False)
@@ -184,6 +198,7 @@ def _run(llm: Any, requests: Requests) -> tuple[dict[str, tuple[Any, ...]], dict
     counts = {
         "cached": sum(output.num_cached_tokens > 0 for output in outputs),
         "preempted": sum(output.metrics.num_preemptions > 0 for output in outputs),
+        "drafted": sum(output.metrics.num_draft_tokens > 0 for output in outputs),
     }
     return {name: _outcome(o) for name, o in zip(requests, outputs, strict=True)}, counts
 

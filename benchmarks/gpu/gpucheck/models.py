@@ -6,7 +6,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Shape:
     tied: bool
     max_context: int = 131_072
     rope_scaling: dict[str, Any] | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of its config.json, where it is no Llama; only `exactness.py` knows such."""
 
     def config(self) -> dict[str, Any]:
         """Its config.json."""
@@ -69,7 +71,7 @@ class Shape:
             "rope_theta": 500_000.0,
             "rope_scaling": self.rope_scaling,
             "tie_word_embeddings": self.tied,
-        }
+        } | self.changes
 
     @property
     def layer_values(self) -> int:
@@ -127,6 +129,58 @@ SHAPES = {
         rope_scaling=_LLAMA3_SCALING | {"factor": 8.0},
     ),
 }  # fmt: skip
+
+_LATENTS = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "rope_theta": 10_000.0,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+LATENTS = {
+    "cpu": Shape(
+        "tiny with latents", 256, 512, 2, 4, 4, 64, 1_024, tied=True, max_context=4_096,
+        changes=_LATENTS
+        | {
+            "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+            "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+            "n_shared_experts": 1, "moe_intermediate_size": 64,
+        },
+    ),
+    "cuda": Shape(
+        "DeepSeek-V2-Lite, routed as V3", 2_048, 10_944, 27, 16, 16, 128, 102_400, tied=False,
+        changes=_LATENTS
+        | {
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+            "n_routed_experts": 64, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 4,
+            "n_shared_experts": 2, "moe_intermediate_size": 1_408,
+        },
+    ),
+}  # fmt: skip
+"""By device, a model with latents and groups of experts."""
+
+
+def write_draft(directory: Path, vocab_size: int) -> None:
+    """A small Llama with random weights in a file, to draft for a model of that vocabulary."""
+    import torch
+
+    from tokenmill.checkpoint.dummy import open_dummy
+    from tokenmill.models.loader import tensor_shapes
+
+    shape = replace(SHAPES["tiny"], vocab_size=vocab_size, max_context=131_072)
+    (directory / "config.json").write_text(json.dumps(shape.config()))
+    sizes = open_dummy(directory, tensor_shapes=tensor_shapes, seed=0).tensor_shapes
+    header, parts, end = {}, [], 0
+    for name, size in sizes.items():
+        values = torch.ones(size) if len(size) == 1 else 0.05 * torch.randn(size)
+        parts.append(values.bfloat16().view(torch.uint8).numpy().tobytes())
+        begin, end = end, end + len(parts[-1])
+        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + b"".join(parts)
+    (directory / "model.safetensors").write_bytes(data)
 
 
 @contextlib.contextmanager
