@@ -239,12 +239,12 @@ def test_results_have_the_same_bits(
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"max_num_batched_tokens": 24, "max_num_seqs": 20}],
-    ids=["default", "in pieces"],
+    ("adaptive", "settings"),
+    [(False, {}), (False, PIECES), (True, {})],
+    ids=["default", "in pieces", "adaptive"],
 )
 def test_every_draft_holds_that_hidden_states_tell(
-    tmp_path: Path, method: str, settings: dict[str, Any]
+    tmp_path: Path, method: str, adaptive: bool, settings: dict[str, Any]
 ) -> None:
     """A model whose next token follows from its last one, and a head that sees no token: only the
     right state behind the right token tells it the second next.
@@ -259,7 +259,7 @@ def test_every_draft_holds_that_hidden_states_tell(
     path = write_head(
         tmp_path / "head", method, tensors, target, eagle_aux_hidden_state_layer_ids=[0, 1, 2]
     )
-    speculation = settings_of(path, method)
+    speculation = settings_of(path, method, adaptive=adaptive)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = [{"prompt_token_ids": [seed % 60, *range(5, 5 + seed)]} for seed in (0, 1, 7, 30, 50)]
     with engine(str(tmp_path / "target"), speculative_config=speculation, **settings) as llm:
@@ -270,7 +270,7 @@ def test_every_draft_holds_that_hidden_states_tell(
         last = prompt["prompt_token_ids"][-1]
         due = [(last + 1 + index) % target["vocab_size"] for index in range(30)]
         assert list(output.outputs[0].token_ids) == due
-    assert stats.num_draft_tokens == stats.num_accepted_tokens > 180
+    assert stats.num_draft_tokens == stats.num_accepted_tokens >= (0 if adaptive else 181)
 
 
 def test_drafts_share_the_noise_of_their_places(tmp_path: Path) -> None:
