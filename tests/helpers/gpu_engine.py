@@ -39,7 +39,7 @@ from tokenmill.worker.gpu import (
 from tokenmill.worker.graphs.cuda import GraphSizes
 from tokenmill.worker.graphs.forward import DirectForward
 from tokenmill.worker.inputs.staging import Staging
-from tokenmill.worker.kv_groups import kv_cache_config
+from tokenmill.worker.kv_cache import kv_cache_config
 from tokenmill.worker.worker import Worker
 
 if os.environ["TRITON_INTERPRET"] == "1":

@@ -20,8 +20,8 @@ from tokenmill.attention.forward_context import get_attention_metadata
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from tokenmill.contracts.plan import NewRequestData, SchedulerOutput
 from tokenmill.contracts.result import ModelRunnerOutput
+from tokenmill.worker.attention_groups import AttentionGroup
 from tokenmill.worker.drafts import Drafter
-from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
 from tokenmill.worker.worker import Worker

@@ -16,7 +16,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.kernels.state_space import StateCache
 from tokenmill.layers.state_space import state_layers
 from tokenmill.models.base import CausalLM
-from tokenmill.worker.groups import AttentionGroup
+from tokenmill.worker.attention_groups import AttentionGroup
 
 logger = logging.getLogger(__name__)
 

@@ -32,16 +32,16 @@ from tokenmill.models.loader import load_model
 from tokenmill.sampling.gpu import GpuSampler
 from tokenmill.sampling.logprobs import LogprobsMode
 from tokenmill.worker.adapters import RowAdapters
+from tokenmill.worker.attention_groups import num_kv_groups
 from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.draft_model import cache_of_draft, config_of_draft, limits_of_drafts
 from tokenmill.worker.drafts import Drafter
 from tokenmill.worker.graphs.cuda import CudaGraphRecorder, GraphSizes
 from tokenmill.worker.graphs.forward import checked
-from tokenmill.worker.groups import num_kv_groups
 from tokenmill.worker.inputs.device import DeviceInputs
 from tokenmill.worker.inputs.multimodal_device import MultiModalDeviceInputs
 from tokenmill.worker.inputs.staging import Results, Staging
-from tokenmill.worker.kv_groups import kv_cache_config
+from tokenmill.worker.kv_cache import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
 from tokenmill.worker.pooling.pooler import Pooler

@@ -35,6 +35,7 @@ from tokenmill.sampling.grammar_mask import GrammarMask
 from tokenmill.sampling.row_params import RowSamplingParams
 from tokenmill.sampling.sampler import Sampler, Samples, TokenSampler
 from tokenmill.worker.adapters import NoAdapters, RowAdapters
+from tokenmill.worker.attention_groups import AttentionGroup, num_kv_groups
 from tokenmill.worker.batch import (
     BatchShape,
     BatchTensors,
@@ -47,7 +48,6 @@ from tokenmill.worker.batch import (
 from tokenmill.worker.decode_steps import DecodeSteps, NoDecodeSteps
 from tokenmill.worker.drafts import Drafter, NullDrafter, count_new_tokens
 from tokenmill.worker.graphs.forward import DirectForward, ForwardPass, GraphStats, Recorder
-from tokenmill.worker.groups import AttentionGroup, num_kv_groups
 from tokenmill.worker.inputs.host import HostInputs
 from tokenmill.worker.inputs.protocol import StepInputs
 from tokenmill.worker.limits import RunnerLimits

@@ -21,12 +21,12 @@ from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import outline
 from tokenmill.parallel.group import SOLO, SharedMemoryGroup, TensorGroup
 from tokenmill.parallel.links import StageLinks
+from tokenmill.worker.attention_groups import AttentionGroup
 from tokenmill.worker.group_worker import GroupWorker
-from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.inputs.host import HostInputs
 from tokenmill.worker.inputs.multimodal import multimodal_inputs
 from tokenmill.worker.inputs.protocol import StepInputs
-from tokenmill.worker.kv_groups import kv_cache_config
+from tokenmill.worker.kv_cache import kv_cache_config
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
 from tokenmill.worker.stage import PassingRunner, ReceivingForward, StageModel, StageWorker

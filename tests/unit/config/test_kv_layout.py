@@ -20,7 +20,7 @@ from tokenmill.errors import ConfigError, MemoryBudgetError
 from tokenmill.models.loader import EmptyTensorsOnMeta
 from tokenmill.models.registry import get_model_class
 from tokenmill.simulate.model import cache_of
-from tokenmill.worker.kv_groups import kv_cache_config
+from tokenmill.worker.kv_cache import kv_cache_config
 
 GIB = 1 << 30
 GEMMA: dict[str, Any] = {

@@ -14,7 +14,7 @@ from tokenmill.config.engine_config import PoolingConfig
 from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.contracts.request import PoolingRequest
 from tokenmill.contracts.result import ModelRunnerOutput
-from tokenmill.worker.groups import AttentionGroup
+from tokenmill.worker.attention_groups import AttentionGroup
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.pooling.pooler import Pooler
 from tokenmill.worker.pooling.runner import PoolingRunner

@@ -20,7 +20,7 @@ from tokenmill.contracts.result import SampledTokens
 from tokenmill.layers.plain import PlainKernels
 from tokenmill.models.loader import load_model
 from tokenmill.parallel.group import SOLO
-from tokenmill.worker.groups import AttentionGroup
+from tokenmill.worker.attention_groups import AttentionGroup
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import ModelRunner
 from tokenmill.worker.stage import PassingRunner, ReceivingForward, StageModel, StageWorker

@@ -18,7 +18,7 @@ from tokenmill.contracts.kv_cache import KVCacheKind
 from tokenmill.layers.attention import Attention
 from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.build import build_worker
-from tokenmill.worker.kv_groups import kv_cache_config
+from tokenmill.worker.kv_cache import kv_cache_config
 
 
 class Layers:

@@ -18,10 +18,10 @@ from tokenmill.contracts.plan import SchedulerOutput
 from tokenmill.kernels import native
 from tokenmill.models.base import CausalLM
 from tokenmill.sampling.row_params import RowSamplingParams
+from tokenmill.worker.attention_groups import AttentionGroup
 from tokenmill.worker.decode_steps import DecodeSteps, Drawn, NoDecodeSteps
 from tokenmill.worker.graphs.cpu import NotRecordableError, RecordedForward, RecordedHead
 from tokenmill.worker.graphs.forward import CheckedForward, ForwardPass
-from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.inputs.host import HostInputs
 from tokenmill.worker.inputs.protocol import StepInputs
 from tokenmill.worker.limits import RunnerLimits

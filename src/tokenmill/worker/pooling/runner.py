@@ -21,9 +21,9 @@ from tokenmill.contracts.seams import StepFuture
 from tokenmill.models.base import CausalLM
 from tokenmill.models.pooling import Encoder
 from tokenmill.worker.adapters import RowAdapters
+from tokenmill.worker.attention_groups import AttentionGroup
 from tokenmill.worker.batch import BatchShape, BatchTensors, InputBatch
 from tokenmill.worker.graphs.forward import DirectForward
-from tokenmill.worker.groups import AttentionGroup
 from tokenmill.worker.inputs.protocol import StepInputs
 from tokenmill.worker.limits import RunnerLimits
 from tokenmill.worker.model_runner import AttentionMetadataByLayer, ModelRunner
