@@ -34,8 +34,10 @@ def test_values_of_a_layer_equal_the_librarys():
     for gguf_name, name in names.items():
         as_stored = dataclasses.replace(checkpoint.read(name), head_permutation=None)
         tensor = theirs[gguf_name]
-        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        np.testing.assert_array_equal(dequantize(as_stored, torch.float32).numpy(), expected)
+        last = slice(-2_000, None)  # of 49,152 rows of the vocabulary; the others have fewer
+        expected = gguf.quants.dequantize(tensor.data[last], tensor.tensor_type)
+        found = dequantize(as_stored, torch.float32).numpy()
+        np.testing.assert_array_equal(found[last], expected)
 
 
 def test_config():
