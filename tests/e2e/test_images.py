@@ -12,7 +12,7 @@ import torch
 
 from helpers.adapters import write_adapter
 from helpers.vision_families import VISION_FAMILIES, VisionFamily
-from helpers.vision_models import family_of, picture, reference, reference_logits, saved
+from helpers.vision_models import mark_of, picture, reference, reference_logits, saved
 from tokenmill import LLM, RequestOutput, SamplingParams
 from tokenmill.contracts.request import EngineCoreRequest, MultiModalFeature
 from tokenmill.engine.input_processor import child_seed
@@ -30,10 +30,17 @@ LONG = "The quick brown fox jumps over the lazy dog and sees " * 3 + "The quick"
 """Longer than a block of KV; the image behind it reaches into the next but one."""
 
 over_families = pytest.mark.parametrize("name", FAMILIES)
+over_all_kinds = pytest.mark.parametrize("name", [*FAMILIES, "gemma3"])
+"""And tokens of an image see each other in both directions."""
+
+
+def smallest_step(name: str, budget: int, num_seqs: int) -> int:
+    """`budget` for so many requests, or more where an image is not cut."""
+    return max(budget, 9 + num_seqs - 1) if name == "gemma3" else budget
 
 
 def prompts(name: str) -> list[dict[str, Any]]:
-    mark = family_of(name).special_tokens[0]
+    mark = mark_of(name)
     return [
         {
             "prompt": f"{LONG}{mark} there",
@@ -132,9 +139,13 @@ def test_all_at_once_recorded_and_in_native_steps(name: str, dtype: str) -> None
 
 
 @pytest.mark.parametrize("budget", [3, 33])
-@over_families
+@over_all_kinds
 def test_in_chunks_with_borders_inside_of_images(name: str, budget: int) -> None:
-    sizes = {"max_num_batched_tokens": budget, "max_num_seqs": min(budget, 8)}
+    num_seqs = min(budget, 8)
+    sizes = {
+        "max_num_batched_tokens": smallest_step(name, budget, num_seqs),
+        "max_num_seqs": num_seqs,
+    }
     with engine(name, **sizes, max_num_encoder_input_tokens=1) as llm:
         assert results(llm.generate(prompts(name), params(name))) == alone(name)
 
@@ -147,7 +158,7 @@ def test_with_room_for_one_image_at_a_time(name: str) -> None:
         assert results(llm.generate(prompts(name), params(name))) == alone(name)
 
 
-@over_families
+@over_all_kinds
 def test_from_the_prefix_cache(name: str) -> None:
     with engine(name) as llm:
         one, other = prompts(name)[:2]
@@ -163,7 +174,35 @@ def test_from_the_prefix_cache(name: str) -> None:
         assert results(llm.generate(prompts(name), params(name))) == alone(name)
 
 
-@over_families
+def test_a_cached_prefix_may_end_within_an_image_that_sees_itself() -> None:
+    """Its last tokens are computed over keys of the first, which have seen them."""
+    with engine("gemma3") as llm:
+        images = llm.llm_engine._input_processor.images
+        assert images is not None
+        ids = [*range(40, 67), images.mark_token_id, 50, 51, 52]  # the image's are 28 to 36 of 0...
+        prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": CAT}}
+        asked = params("gemma3")[0]
+        first, again = (llm.generate(prompt, asked) for _ in range(2))
+        assert (first[0].num_cached_tokens, again[0].num_cached_tokens) == (0, 32)
+        assert results(first) == results(again)
+        other = {**prompt, "multi_modal_data": {"image": DOG}}
+        different = llm.generate(other, asked)
+        assert different[0].num_cached_tokens == 0
+        assert results(different) != results(first)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_each_backend_lets_images_see_themselves(backend: str) -> None:
+    with engine("gemma3", attention_backend=backend) as llm:
+        (output,) = llm.generate(prompts("gemma3")[3], params("gemma3")[0])
+    ids, token_ids = output.prompt_token_ids, output.outputs[0].token_ids
+    logits = reference_logits("gemma3", ids + token_ids, [CAT, DOG])[len(ids) - 1 : -1]
+    wanted = logits.log_softmax(-1)
+    for row, token_id, step in zip(wanted, token_ids, output.outputs[0].logprobs, strict=True):
+        assert abs(step[token_id].logprob - float(row[token_id])) < 1e-4
+
+
+@over_all_kinds
 def test_preempted(name: str) -> None:
     """In the middle of images, and behind them; where images have to be encoded again."""
     with engine(name, max_num_batched_tokens=16, max_num_seqs=4, encoder_cache_size=90) as llm:
@@ -191,7 +230,7 @@ def test_preempted(name: str) -> None:
     ],
     ids=["two steps in flight", "lookup", "a model that drafts", "no chunks"],
 )
-@pytest.mark.parametrize("name", ["smolvlm", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3-vl", "gemma3"])
 def test_beside_other_features(name: str, settings: dict[str, Any]) -> None:
     speculation = settings.get("speculative_config", {})
     if "model" in speculation:  # it sees no images, and drafts all the same
@@ -211,12 +250,13 @@ def test_several_answers_to_one_prompt(name: str) -> None:
         assert results(together) == [result for each in apart for result in results(each)]
 
 
-@over_families
+@over_all_kinds
 def test_log_probabilities_of_a_prompt_with_images(name: str) -> None:
     asked = SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0)
     found = []
     for budget in (5, 512):
-        with engine(name, max_num_batched_tokens=budget, max_num_seqs=4) as llm:
+        step = smallest_step(name, budget, num_seqs=4)
+        with engine(name, max_num_batched_tokens=step, max_num_seqs=4) as llm:
             (output,) = llm.generate(prompts(name)[3], asked)
             found.append((output.prompt_logprobs, results([output])))
     assert found[0] == found[1]
@@ -292,7 +332,7 @@ def test_an_image_that_cannot_be_encoded_fails_its_requests_alone() -> None:
 
 @pytest.mark.parametrize("family", VISION_FAMILIES, ids=lambda family: family.name)
 def test_tokens_are_those_of_transformers(family: VisionFamily) -> None:
-    name, mark = family.name, family.special_tokens[0]
+    name, mark = family.name, mark_of(family.name)
     images = [CAT, WIDE]
     prompt = {
         "prompt": f"The quick{mark} brown{mark} fox",
@@ -306,14 +346,15 @@ def test_tokens_are_those_of_transformers(family: VisionFamily) -> None:
     assert token_ids == logits[first:-1].argmax(-1).tolist()
 
 
-@over_families
+@over_all_kinds
 def test_a_prompt_may_end_with_an_image(name: str) -> None:
     """Its last token looks like one that decodes, where it is computed alone."""
-    mark = family_of(name).special_tokens[0]
+    mark = mark_of(name)
     prompt = {"prompt": f"Look at{mark}", "multi_modal_data": {"image": CAT}}
     greedy = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     found = []
     for budget in (1, 512):
-        with engine(name, max_num_batched_tokens=budget, max_num_seqs=1) as llm:
+        step = smallest_step(name, budget, num_seqs=1)
+        with engine(name, max_num_batched_tokens=step, max_num_seqs=1) as llm:
             found.append(results(llm.generate(prompt, greedy)))
     assert found[0] == found[1]

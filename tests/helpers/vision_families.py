@@ -463,8 +463,13 @@ VISION_FAMILIES = [
             "num_hidden_layers": 3,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "sliding_window": 7,  # less than an image
+            "tie_word_embeddings": False,  # a head that is the embedding repeats the last token
         },
-        more={"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 9},
+        more={
+            "image_token_index": IMAGE_TOKEN,
+            "mm_tokens_per_image": 9,
+            "tie_word_embeddings": False,
+        },
         processor="gemma3.image_processing_pil_gemma3:Gemma3ImageProcessorPil",
         preprocessor={"size": {"height": 42, "width": 42}},
         special_tokens=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),

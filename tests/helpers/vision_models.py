@@ -42,6 +42,12 @@ def family_of(name: str) -> VisionFamily:
     return found
 
 
+def mark_of(name: str) -> str:
+    """The token that stands for an image in a prompt."""
+    family = family_of(name)
+    return family.mark or family.special_tokens[0]
+
+
 @functools.cache
 def tokenizer_of(name: str) -> Any:
     """The tiny tokenizer with the family's own tokens."""
