@@ -170,14 +170,11 @@ class HeadDrafter:
         self._choose(rows.tolist(), num_tokens.tolist(), token_ids)
         turns, places = self._follow()
         with self._depths.timed() as passes:
-            while True:
-                going_on = [
-                    index
-                    for index, turn in enumerate(turns)
-                    if len(turn.drafts) == len(passes) + 1 < turn.num_drafts
-                ]
-                if not going_on:
-                    break
+            while going_on := [
+                index
+                for index, turn in enumerate(turns)
+                if len(turn.drafts) == len(passes) + 1 < turn.num_drafts
+            ]:
                 self._feed.feed_back(places[going_on])
                 turns = [turns[index] for index in going_on]
                 places = np.arange(len(turns))
