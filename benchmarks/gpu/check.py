@@ -7,6 +7,7 @@
 limits    what the card copies and multiplies in a second
 kernels   every kernel beside its reference, and its time beside the limits
 exact     logits beside float32; the same bits alone, batched, in pieces, preempted
+families  GPT-2, gpt-oss and models that embed: beside float32, the same bits in a batch
 decode    tokens a second at 1 to 256 requests, greedy and sampled
 prefill   tokens a second of prompts, time to the first token
 
@@ -33,7 +34,14 @@ from typing import Any
 from gpucheck.models import LATENTS, SHAPES
 from gpucheck.report import Budget, OutOfTime, PartState, Report, Row, markdown, print_table
 
-SECONDS = {"limits": 25.0, "kernels": 190.0, "exact": 170.0, "decode": 150.0, "prefill": 75.0}
+SECONDS = {
+    "limits": 25.0,
+    "kernels": 180.0,
+    "exact": 150.0,
+    "families": 50.0,
+    "decode": 140.0,
+    "prefill": 65.0,
+}
 """The parts in their order, and how long each may take."""
 COMPARED = {"kernels", "decode", "prefill"}
 """Parts that show how near they are to the limits: those are measured first, unless given."""
@@ -199,6 +207,11 @@ def rows_of(
         from gpucheck import kernels
 
         yield from kernels.run(device, report, budget, quick=quick)
+        return
+    if part == "families":
+        from gpucheck import families
+
+        yield from families.run(device, budget)
         return
     shapes = [SHAPES[name] for name in options.shape]
     if part == "exact":

@@ -86,6 +86,7 @@ def launch_step(n: int) -> None:
     norm.add_rms_norm(x, residual, weight, 1e-5, x, starts_stream=True)
     norm.add_rms_norm(x, residual, weight, 1e-5, x)
     norm.add_rms_norm_quantize(x, residual, weight, 1e-5, *quantized)
+    norm.add_layer_norm(x, residual, weight, weight, 1e-5, x)
     row_quantization.quantize_rows(x, *quantized)
 
     qkv = torch.zeros(n, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE, dtype=torch.bfloat16)
@@ -112,6 +113,7 @@ def launch_step(n: int) -> None:
     gate_up = torch.zeros(n, 2 * INTERMEDIATE, dtype=torch.bfloat16)
     out = torch.zeros(n, INTERMEDIATE, dtype=torch.bfloat16)
     activation.gated_activation(gate_up, "silu", out)
+    activation.activation(out, "gelu_tanh", out)
     activation.gated_activation_quantize(
         gate_up, "silu", out.to(torch.float8_e4m3fn), torch.zeros(n)
     )

@@ -37,13 +37,19 @@ _SLAB_VALUES = 1 << 20
 """Drawn at once: as float32 they stay in the caches."""
 _ALIGNMENT = 32
 """Values; pieces start at multiples of 64 bytes."""
+_CODES, _EXPONENTS = "_blocks", "_scales"
+"""Ends of the names of MXFP4 in tensors of its own, which are bytes."""
+_EXPONENT = 120
+"""Of all groups of MXFP4: random codes on it have about the deviation of the other values."""
+_NUM_CODE_BYTES = (1 << 20) - 1
 
 
 class DummyCheckpoint:
     """A model of a config, with random weights.
 
     A weight's values depend on its name, on `seed`, and on the size of the model's largest tensor.
-    All are bfloat16: norms 1, everything else normally distributed around 0.
+    All are bfloat16: norms 1, everything else normally distributed around 0; but a config that asks
+    for MXFP4 gets random codes.
     """
 
     def __init__(
@@ -61,8 +67,13 @@ class DummyCheckpoint:
         self.generation_config = generation_config
         self.tokenizer_data = tokenizer_data
         self.tensor_shapes = tensor_shapes
-        self.tensor_formats: Mapping[str, str] = dict.fromkeys(tensor_shapes, FORMAT)
-        self.num_bytes = sum(prod(shape) * _VALUE_BYTES for shape in tensor_shapes.values())
+        self.tensor_formats: Mapping[str, str] = {
+            name: "U8" if name.endswith((_CODES, _EXPONENTS)) else FORMAT for name in tensor_shapes
+        }
+        self.num_bytes = sum(
+            prod(shape) * (1 if self.tensor_formats[name] == "U8" else _VALUE_BYTES)
+            for name, shape in tensor_shapes.items()
+        )
         self._seed = seed
 
     def read(self, name: str) -> RawTensor:
@@ -74,6 +85,10 @@ class DummyCheckpoint:
             raise CheckpointError(
                 f"{self.path}: there is no tensor {name!r}.{did_you_mean(name, self.tensor_shapes)}"
             )
+        if name.endswith(_EXPONENTS):
+            return RawTensor(shape, "U8", torch.full((prod(shape),), _EXPONENT, dtype=torch.uint8))
+        if name.endswith(_CODES):
+            return RawTensor(shape, "U8", self._code_piece(name, prod(shape)))
         if _is_norm(name):
             values = torch.ones(prod(shape), dtype=torch.bfloat16)
         else:
@@ -102,11 +117,27 @@ class DummyCheckpoint:
             slab.copy_(torch.from_numpy(drawn).mul_(STANDARD_DEVIATION))
         return buffer
 
+    @functools.cached_property
+    def _code_buffer(self) -> torch.Tensor:
+        """Random bytes."""
+        import numpy as np
+        import torch
+
+        drawn = np.random.Generator(np.random.SFC64(self._seed)).bytes(_NUM_CODE_BYTES)
+        return torch.frombuffer(bytearray(drawn), dtype=torch.uint8)
+
+    def _code_piece(self, name: str, num_bytes: int) -> torch.Tensor:
+        begin = self._number(name) % _NUM_CODE_BYTES
+        times = -(-(begin + num_bytes) // _NUM_CODE_BYTES)
+        return self._code_buffer.repeat(times)[begin : begin + num_bytes]
+
+    def _number(self, name: str) -> int:
+        digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
     def _piece(self, name: str, num_values: int) -> torch.Tensor:
         """The values of a tensor, bfloat16 [num_values]: a view, unless the buffer is too short."""
-        buffer = self._buffer
-        digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little")
+        buffer, number = self._buffer, self._number(name)
         room = len(buffer) - num_values
         if room >= 0:
             begin = number % (room // _ALIGNMENT + 1) * _ALIGNMENT

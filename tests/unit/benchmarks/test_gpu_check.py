@@ -55,7 +55,7 @@ def results(tmp_path_factory) -> Path:
 def test_every_part_runs_and_every_check_holds(results):
     found = json.loads(results.read_text())
     assert {part: state["status"] for part, state in found["parts"].items()} == dict.fromkeys(
-        ("limits", "kernels", "exact", "decode", "prefill"), "done"
+        ("limits", "kernels", "exact", "families", "decode", "prefill"), "done"
     )
     checked = [row for row in found["rows"] if row["ok"] is not None]
     assert len(checked) > 30
@@ -83,6 +83,7 @@ def test_markdown_has_a_table_for_each_part(results):
         "Limits",
         "Kernels",
         "Exact",
+        "Families",
         "Decode",
         "Prefill",
         "Kernels of a step: tiny, 1",

@@ -144,3 +144,28 @@ def test_shapes_of_a_model_are_told_without_its_memory():
     assert shapes[HEAD] == (1 << 30, 1 << 16)  # 128 TiB
     tensors = {name: torch.zeros(shape) for name, shape in tensor_shapes(CONFIG).items()}
     load_model(model_config(CONFIG), TensorCheckpoint(CONFIG, tensors))
+
+
+def test_a_config_with_mxfp4_gets_codes():
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    source = checkpoint(**config)
+    experts = "model.layers.1.mlp.experts.down_proj"
+    shape = (3, 64, 3, 16)
+    assert source.tensor_shapes[f"{experts}_blocks"] == shape
+    codes, scales = (source.read(f"{experts}_{part}") for part in ("blocks", "scales"))
+    assert {codes.format, scales.format, source.tensor_formats[f"{experts}_blocks"]} == {"U8"}
+    assert codes.data.shape == (prod(shape),)
+    assert len(codes.data.unique()) > 200
+    assert torch.equal(codes.data, checkpoint(**config).read(f"{experts}_blocks").data)
+    assert not torch.equal(codes.data, checkpoint(1, **config).read(f"{experts}_blocks").data)
+    assert scales.data.shape == (3 * 64 * 3,)
+    model = load_model(model_config(source.config), source, kernels=PlainKernels())
+    matrix = model.get_submodule("model.layers.1.mlp.experts").method.down[2].weight
+    assert float(matrix.float().std()) == pytest.approx(dummy.STANDARD_DEVIATION, rel=0.2)
+    assert abs(float(matrix.float().mean())) < 1e-3
