@@ -261,6 +261,7 @@ async def stream(llm: AsyncLLM, number: int, *, kill: signal.Signals | None = No
     return collected
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_replaced_and_no_rank_is_left() -> None:
     """With the engine's own recovery: streams go on with the tokens that they would have had."""
 
