@@ -79,7 +79,7 @@ def workloads(input_len: int, output_len: int) -> dict[str, Workload]:
 def measure(
     model: str, works: dict[str, Workload], repeats: int, **common: Any
 ) -> dict[str, dict[str, float] | str]:
-    """By setting: most tokens per second of each workload, or why the model cannot be divided so."""
+    """By setting: most tokens per second of each workload, or why there can be none."""
     rates: dict[str, dict[str, float] | str] = {}
     for _ in range(repeats):
         for name, setting in SETTINGS.items():

@@ -77,7 +77,26 @@ def test_lookups_change_nothing(path: Path, method: str, size: dict[str, Any]) -
     else:
         with LLM(str(path), device="cpu", enforce_eager=True, **SETTINGS) as llm:
             expected = results(llm)
-    speculation = {"method": method, "num_speculative_tokens": 3}
+    speculation = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
     with llm_in_threads(path, speculative_config=speculation, **SETTINGS, **size) as (llm, _):
         assert results(llm) == expected
         assert num_held(llm) > 10
+
+
+def test_a_model_that_drafts_is_divided_too(path: Path, tmp_path: Path) -> None:
+    """Whatever it drafts; how much of it, each rank's clock would say otherwise."""
+    draft = write_wide_llama(tmp_path, num_hidden_layers=1, initializer_range=0.05)
+    speculation = {"model": str(draft), "num_speculative_tokens": 3}
+    size = {"tensor_parallel_size": 2}
+    with llm_in_threads(path, **SETTINGS, **size) as (llm, _):
+        expected = results(llm)
+    for more in ({}, {"adaptive": False}):
+        settings = SETTINGS | size | {"speculative_config": speculation | more}
+        with llm_in_threads(path, **settings) as (llm, ranks):
+            assert results(llm) == expected
+            if more:
+                assert num_held(llm) > 0
+            for worker in ranks.workers.values():
+                drafting = worker.runner._drafter.runner._model
+                (attention,) = drafting.attention_layers().values()
+                assert attention.num_heads == 1, "of the two"

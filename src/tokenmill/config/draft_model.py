@@ -10,11 +10,14 @@ from tokenmill.config.draft_head import is_head, resolve_head
 from tokenmill.config.engine_config import MemoryLedger
 from tokenmill.config.kv_layout import KVLayout
 from tokenmill.config.memory import StepShape, kv_bytes_per_token, workspace_bytes
+from tokenmill.config.parallel import ParallelConfig
 from tokenmill.config.parameters import ModelParameters, read_parameters
 from tokenmill.config.quantization import held_weights
+from tokenmill.config.ranks import check_divided, check_quantized_parts, model_share
 from tokenmill.config.speculation import DraftModel, SpeculativeConfig
 from tokenmill.errors import ConfigError
 
+_ONE_PROCESS = ParallelConfig()
 _RUN_BYTES = 2 * 9
 """Of a run of tokens in a table that is half full (`csrc/ngram_index.h`)."""
 
@@ -34,11 +37,12 @@ def resolve_draft(
     files: DraftFiles | None,
     target: ModelParameters,
     step: StepShape,
-    *,
     dtype: str,
     kernels: str,
+    parallel: ParallelConfig = _ONE_PROCESS,
 ) -> SpeculativeConfig | None:
-    """The settings of speculation with the model or head that drafts, if one does.
+    """The settings of speculation with the model or head that drafts, if one does; of several
+    ranks, each has a part of it as of `target`.
 
     Raises `ConfigError` for a model that cannot draft for `target`.
     """
@@ -54,9 +58,11 @@ def resolve_draft(
         )
     parameters = read_parameters(files.config)
     check_draft(speculation.model, parameters, target)
+    own, shapes = _share(speculation.model, files, parameters, parallel)
     device = "cuda" if kernels == "triton" else "cpu"
-    tensors = files.tensor_shapes, files.tensor_formats
+    tensors = shapes, files.tensor_formats
     weights = held_weights(*tensors, speculation.quantization, device, dtype, kernels)
+    check_quantized_parts(weights.quantization, own, parallel)
     draft = DraftModel(
         path=files.path,
         architecture=parameters.architecture,
@@ -65,10 +71,20 @@ def resolve_draft(
         quantization=weights.quantization,
         max_model_len=min(parameters.max_context, step.max_model_len),
         vocab_size=parameters.vocab_size,
-        num_bytes=weights.num_bytes + workspace_bytes(parameters, replace(step, max_num_drafts=0)),
-        kv_bytes_per_token=kv_bytes_per_token(parameters, dtype),
+        num_bytes=weights.num_bytes + workspace_bytes(own, replace(step, max_num_drafts=0)),
+        kv_bytes_per_token=kv_bytes_per_token(own, dtype),
     )
     return replace(speculation, draft=draft)
+
+
+def _share(
+    name: str, files: DraftFiles, parameters: ModelParameters, parallel: ParallelConfig
+) -> tuple[ModelParameters, Mapping[str, tuple[int, ...]]]:
+    try:
+        check_divided(files.config, parameters, parallel)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config.model={name!r}: {error}") from error
+    return model_share(parallel, parameters, files.tensor_shapes)
 
 
 def check_draft(name: str, draft: ModelParameters, target: ModelParameters) -> None:

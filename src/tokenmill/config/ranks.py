@@ -167,10 +167,12 @@ def _check_features(args: EngineArgs, device: str) -> None:
             f"{given} with KV offload or KV transfer is not supported: blocks are divided among"
             f" ranks. Leave kv_transfer_config, kv_offload_gb and kv_offload_dir out."
         )
-    if args.spec_model or (args.speculative_config or {}).get("model"):
+    has_draft = args.spec_model or (args.speculative_config or {}).get("model")
+    if has_draft and args.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"{given} with a model that drafts is not supported: every rank would run all of it."
-            f" Take speculative_config.method='ngram' or 'suffix'."
+            f"pipeline_parallel_size={args.pipeline_parallel_size} with a model that drafts is not"
+            f" supported: the other stages would wait for it. Use tensor_parallel_size, or take"
+            f" speculative_config.method='ngram' or 'suffix'."
         )
 
 
@@ -307,25 +309,42 @@ def rank_share(
             parallel.tensor_parallel_size,
             parallel.pipeline_parallel_size,
         )
+    return RankShare(
+        machine.shared_by(parallel.num_local), *model_share(parallel, parameters, tensor_shapes)
+    )
+
+
+def model_share(
+    parallel: ParallelConfig,
+    parameters: ModelParameters,
+    tensor_shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[ModelParameters, Mapping[str, tuple[int, ...]]]:
+    """Sizes and tensors of the rank with most of a model."""
+    if parallel.world_size == 1:
+        return parameters, tensor_shapes
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     num_layers = parameters.num_layers
     shapes = max(
         (_of_stage(tensor_shapes, num_layers, stage, pp_size) for stage in range(pp_size)),
         key=lambda stage_shapes: sum(map(prod, stage_shapes.values())),
     )
-    return RankShare(
-        machine=machine.shared_by(parallel.num_local),
-        parameters=replace(
-            parameters,
-            num_layers=max(len(stage_layers(num_layers, i, pp_size)) for i in range(pp_size)),
-            num_heads=parameters.num_heads // tp_size,
-            num_kv_heads=max(parameters.num_kv_heads // tp_size, 1),
-            intermediate_size=parameters.intermediate_size // tp_size,
-        ),
-        tensor_shapes={
-            name: _divided(name, shape, tp_size, parameters) for name, shape in shapes.items()
-        },
+    own = replace(
+        parameters,
+        num_layers=max(len(stage_layers(num_layers, i, pp_size)) for i in range(pp_size)),
+        num_heads=parameters.num_heads // tp_size,
+        num_kv_heads=max(parameters.num_kv_heads // tp_size, 1),
+        intermediate_size=parameters.intermediate_size // tp_size,
     )
+    return own, {name: _divided(name, shape, tp_size, parameters) for name, shape in shapes.items()}
+
+
+def check_divided(
+    hf_config: Mapping[str, Any], parameters: ModelParameters, parallel: ParallelConfig
+) -> None:
+    """Raise `ConfigError` if the ranks cannot have parts of a native model."""
+    if parallel.world_size > 1:
+        _check_family(hf_config, parameters.architecture, "tokenmill", parallel)
+        _check_sizes(hf_config, parameters, parallel)
 
 
 def _of_stage(

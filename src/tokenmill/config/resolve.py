@@ -99,7 +99,7 @@ def resolve(
     kv_dtype = _kv_dtype(args, weights, parameters, kernels, block_size, choices)
     sizing = Sizing(weights, parameters, flops_per_second(kernels, num_threads), defaults)
     step = step_shape(args, hf_config, sizing, max_model_len, max_drafts(speculation), choices)
-    speculation = resolve_draft(speculation, draft, parameters, step, dtype=dtype, kernels=kernels)
+    speculation = resolve_draft(speculation, draft, parameters, step, dtype, kernels, parallel)
     layout = kv_layout(hf_config, parameters, implementation, step, block_size, kv_dtype)
     encoder = None if pooling else resolve_encoder(args, hf_config, implementation, device, step)
     ledger = empty_ledger(machine, weights, parameters, step, device, lora)

@@ -65,7 +65,7 @@ def build_worker(
         sampler=Sampler(mode=LogprobsMode.named(config.sampling.logprobs_mode)),
         row_params=build_row_params(config),
         adapters=ranks.adapters(config, model, kernels),
-        drafter=make_drafter(config, model, cache),
+        drafter=make_drafter(config, model, cache, ranks.group),
     )
     record_steps(config, runner, with_decode_steps=ranks.records_decode_steps)
     kv_transfer = build_kv_transfer(config, model, cache, checkpoint)

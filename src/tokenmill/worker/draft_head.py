@@ -21,6 +21,7 @@ from tokenmill.models.decoder import Decoder
 from tokenmill.models.draft_head import DraftHead
 from tokenmill.models.draft_head_loader import load_draft_head
 from tokenmill.models.hidden_states import HiddenStates
+from tokenmill.parallel.group import SOLO, TensorGroup
 from tokenmill.quantization.packed_blocks import Quantization
 from tokenmill.sampling.grammar_mask import GrammarMask
 from tokenmill.sampling.metadata import SamplingMetadata
@@ -30,6 +31,7 @@ from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.draft_model import (
     cache_of_draft,
     config_of_draft,
+    first_rank_decides,
     limits_of_drafts,
     make_draft_runner,
 )
@@ -45,15 +47,19 @@ def runner_kind(config: EngineConfig) -> type[ModelRunner]:
     return HeadedRunner if reads else ModelRunner
 
 
-def make_drafter(config: EngineConfig, model: CausalLM, cache: KVCacheConfig) -> Drafters | None:
-    """What drafts for a model on a CPU, and for the blocks of its pool; None if nothing does.
+def make_drafter(
+    config: EngineConfig, model: CausalLM, cache: KVCacheConfig, group: TensorGroup = SOLO
+) -> Drafters | None:
+    """What drafts for a model on a CPU, of a group of ranks for this one's part, and for the blocks
+    of its pool; None if nothing does.
 
     Raises as `make_draft_runner` and `make_head_drafter` do.
     """
     return build_drafter(
         config,
-        partial(make_draft_runner, config, cache),
+        partial(make_draft_runner, config, cache, group),
         partial(make_head_drafter, config, model, cache),
+        first_rank_decides(group),
     )
 
 

@@ -13,10 +13,12 @@ from tokenmill.config.engine_config import EngineConfig, ModelConfig, SamplingCo
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
 from tokenmill.contracts.kv_groups import group_layers
 from tokenmill.errors import ConfigError
+from tokenmill.features.spec.depths import Agree, alone
 from tokenmill.features.spec.draft_model import DraftLimits
 from tokenmill.layers.kernels import layer_kernels
 from tokenmill.models.base import CausalLM
 from tokenmill.models.loader import load_model
+from tokenmill.parallel.group import SOLO, TensorGroup
 from tokenmill.quantization.packed_blocks import Quantization
 from tokenmill.worker.bind import bind_attention
 from tokenmill.worker.graphs.build import record_steps
@@ -25,15 +27,16 @@ from tokenmill.worker.model_runner import ModelRunner
 
 
 def make_draft_runner(
-    config: EngineConfig, target_cache: KVCacheConfig
+    config: EngineConfig, target_cache: KVCacheConfig, group: TensorGroup = SOLO
 ) -> tuple[ModelRunner, DraftLimits]:
-    """Load the model that drafts, and give it K and V for each block of the other's pool.
+    """Load the model that drafts, of several ranks a part of each layer, and give it K and V for
+    each block of the other's pool.
 
     Raises `ConfigError` if no layer of the other model keeps all of a sequence, and what
     `load_model` raises.
     """
     config = config_of_draft(config)
-    model = _load(config)
+    model = _load(config, group)
     cache = cache_of_draft(config, model, target_cache)
     limits = limits_of_drafts(config, cache, target_cache)
     runner = ModelRunner(
@@ -97,9 +100,25 @@ def config_of_draft(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _load(config: EngineConfig) -> CausalLM:
+def first_rank_decides(group: TensorGroup) -> Agree:
+    """What the first rank of a group has chosen; to be asked by all of them alike."""
+    if group.size == 1:
+        return alone
+
+    def agree(numbers: list[int]) -> list[int]:
+        if not numbers:
+            return numbers
+        own = numbers if group.rank == 0 else [0] * len(numbers)
+        column = torch.tensor(own, dtype=torch.float32)[:, None]
+        found: list[int] = group.all_reduce(column)[:, 0].int().tolist()
+        return found
+
+    return agree
+
+
+def _load(config: EngineConfig, group: TensorGroup) -> CausalLM:
     quantization = cast(Quantization | None, config.quantization)
-    kernels = layer_kernels(getattr(torch, config.model.dtype), quantization)
+    kernels = layer_kernels(getattr(torch, config.model.dtype), quantization, group)
     return load_model(config.model, open_checkpoint(Path(config.model.path)), kernels=kernels)
 
 

@@ -150,6 +150,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         {},
+        {"pipeline_parallel_size": 2, "speculative_config": {"model": "draft"}},
+        "pipeline_parallel_size=2 with a model that drafts is not supported",
+    ),
+    (
+        {},
         {"tensor_parallel_size": 2, "kv_offload_dir": "/tmp/kv"},
         "with KV offload or KV transfer is not supported",
     ),

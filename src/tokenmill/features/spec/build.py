@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.speculation import SpeculativeConfig
+from tokenmill.features.spec.depths import Agree, alone
 from tokenmill.features.spec.draft_head import HeadDrafter
 from tokenmill.features.spec.draft_model import DraftLimits, DraftModelDrafter, PlanRunner
 from tokenmill.features.spec.lookup import AllTexts, LookupDrafter, OwnText, TextIndex
@@ -22,9 +23,11 @@ def build_drafter(
     config: EngineConfig,
     make_runner: Callable[[], tuple[PlanRunner, DraftLimits]],
     make_head_drafter: Callable[[], HeadDrafter] | None = None,
+    agree: Agree = alone,
 ) -> Drafters | None:
     """None without speculation. `make_runner` loads the model that drafts, where one does, and
-    `make_head_drafter` the head, where heads can.
+    `make_head_drafter` the head, where heads can. Ranks that run a model together `agree` on how
+    much it drafts.
     """
     speculation = config.speculation
     if speculation is None:
@@ -38,5 +41,9 @@ def build_drafter(
         return make_head_drafter()
     runner, limits = make_runner()
     return DraftModelDrafter(
-        runner, limits, speculation.num_speculative_tokens, adaptive=speculation.adaptive
+        runner,
+        limits,
+        speculation.num_speculative_tokens,
+        adaptive=speculation.adaptive,
+        agree=agree,
     )

@@ -13,6 +13,16 @@ _MEMORY = 0.9
 _IDLE_MEMORY = 0.99
 
 
+Agree = Callable[[list[int]], list[int]]
+"""Numbers of the caller's choice -> those of the rank whose choice counts: what a clock says is
+another thing on each of several ranks, and all must make the same passes."""
+
+
+def alone(numbers: list[int]) -> list[int]:
+    """There are no other ranks."""
+    return numbers
+
+
 class Depths:
     """Chooses by what steps and passes take, and by how often drafts hold."""
 
@@ -24,6 +34,7 @@ class Depths:
         adaptive: bool = True,
         timer: StepTimer | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        agree: Agree = alone,
     ) -> None:
         """At most `num_drafts` a request, and as many as may be unless `adaptive`."""
         self.timer = timer or StepTimer(largest=1 + num_drafts)
@@ -31,10 +42,14 @@ class Depths:
         self._num_drafts = num_drafts
         self._adapts = adaptive
         self._clock = clock
+        self._agree = agree
         self._pass_seconds = 0.0
 
     def choose(self, rows: Sequence[int], room: Sequence[int]) -> list[int]:
         """Drafts for each of these rows, for which there is so much room."""
+        return self._agree(self._own_choice(rows, room))
+
+    def _own_choice(self, rows: Sequence[int], room: Sequence[int]) -> list[int]:
         most = [max(min(self._num_drafts, each), 0) for each in room]
         lengths = most
         if self._adapts and self.timer.wants_plain:

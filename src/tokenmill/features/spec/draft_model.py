@@ -30,7 +30,7 @@ from tokenmill.contracts.plan import (
     SchedulerOutput,
 )
 from tokenmill.contracts.seams import StepFuture
-from tokenmill.features.spec.depths import Depths
+from tokenmill.features.spec.depths import Agree, Depths, alone
 from tokenmill.features.spec.lengths import StepTimer
 
 IntArray = npt.NDArray[np.int64]
@@ -94,11 +94,18 @@ class DraftModelDrafter:
         adaptive: bool = True,
         timer: StepTimer | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        agree: Agree = alone,
     ) -> None:
+        """With `agree`, ranks that run the model together make the same passes."""
         self._runner = runner
         self._limits = limits
         self._depths = Depths(
-            limits.max_num_seqs, num_drafts, adaptive=adaptive, timer=timer, clock=clock
+            limits.max_num_seqs,
+            num_drafts,
+            adaptive=adaptive,
+            timer=timer,
+            clock=clock,
+            agree=agree,
         )
         self._req_ids: list[str | None] = [None] * limits.max_num_seqs
         self._blocks: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
