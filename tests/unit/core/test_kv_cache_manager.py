@@ -16,6 +16,7 @@ def create_manager(num_blocks=11, block_size=16, *, caching=True, max_model_len=
         create_kv_cache_config(num_blocks, block_size, num_groups),
         max_model_len=max_model_len,
         enable_prefix_caching=caching,
+        max_step_tokens=max_model_len,
         verify_hits=True,
     )
 
@@ -213,7 +214,7 @@ def test_a_kind_without_block_tables_is_refused():
     spec = KVCacheSpec(1, 8, "float32", kind=KVCacheKind.CROSS)
     config = KVCacheConfig(8, 4, (KVCacheGroup(("mixer.0",), spec),))
     with pytest.raises(ConfigError, match=r"mixer\.0: kind 'cross'"):
-        KVCacheManager(config, max_model_len=8, enable_prefix_caching=True)
+        KVCacheManager(config, max_model_len=8, enable_prefix_caching=True, max_step_tokens=8)
 
 
 def test_b083_a_leak_is_logged_and_repaired(caplog):

@@ -21,7 +21,7 @@ from tokenmill.core.kv.hashing import (
     ChainedBlockHasher,
     NoBlockHasher,
 )
-from tokenmill.core.kv.no_transfers import NoTransfers, Transfers
+from tokenmill.core.kv.no_transfers import NoTransfers
 from tokenmill.core.kv.transfers import KVTransfers
 from tokenmill.core.kv.verify import CompareTokens, TrustHashes
 from tokenmill.core.request import Request
@@ -64,16 +64,13 @@ class KVCacheManager:
         *,
         max_model_len: int,
         enable_prefix_caching: bool,
-        max_step_tokens: int | None = None,
+        max_step_tokens: int,
         verify_hits: bool = False,
         transfer: KVTransfer | None = None,
     ) -> None:
         """A step computes at most `max_step_tokens` tokens of a request, lookahead slots before
-        and behind them included; any number of them unless it is told. With `transfer`, KV comes
-        from outside as well.
+        and behind them included. With `transfer`, KV comes from outside as well.
         """
-        if max_step_tokens is None:
-            max_step_tokens = max_model_len
         self.block_size = config.block_size
         sizes = {False: config.num_blocks, True: config.num_state_blocks}
         kinds = sorted({group.keeps_states for group in config.groups})
@@ -97,7 +94,7 @@ class KVCacheManager:
         self._num_queried_tokens = self._num_hit_tokens = 0
         """Of requests when they were first admitted; what was brought from outside for one is no
         hit of it."""
-        self.transfers: Transfers = NoTransfers()
+        self.transfers: KVTransfers | NoTransfers = NoTransfers()
         """What comes from outside and goes there."""
         self.events: KVEvents | NoKVEvents = NoKVEvents()
         if transfer is not None:

@@ -1,78 +1,16 @@
-"""What scheduler and engine core ask of KV transfers, and the case that there are none."""
+"""What scheduler and engine core ask of KV transfers, where there are none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tokenmill.core.kv.block_pool import BlockPool, KVCacheBlock
 from tokenmill.core.request import Request
 
 
-class Transfers(Protocol):
-    """It is a `ReadinessRule` as well."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether blocks are being loaded or saved, or something else has to be settled."""
-        ...
-
-    @property
-    def holds_blocks(self) -> bool:
-        """Whether blocks wait for another engine: it must be looked at now and then."""
-        ...
-
-    def begin_pass(self, running: Mapping[str, Request]) -> None:
-        """Waiting requests will be asked for."""
-        ...
-
-    def wait_reason(self, request: Request) -> str | None:
-        """Why a request may not start now; None if it may."""
-        ...
-
-    def request_finished(self, request: Request) -> None:
-        """A request has ended, in whatever state, and holds no blocks."""
-        ...
-
-    def step_submitted(self) -> None:
-        """One more step is in flight."""
-        ...
-
-    def step_settled(self) -> None:
-        """The oldest step in flight is done with its blocks."""
-        ...
-
-    def poll(self) -> None:
-        """Settle what has finished, and begin what may begin."""
-        ...
-
-    def wait(self) -> None:
-        """While a request waits for nothing else, wait a moment for a job to finish."""
-        ...
-
-    def take_failures(self) -> list[tuple[str, str]]:
-        """Requests that are to end since their KV could not be loaded, and why."""
-        ...
-
-    def tables(self, pool: BlockPool) -> Iterable[Sequence[KVCacheBlock]]:
-        """Blocks of a pool that jobs hold."""
-        ...
-
-    def flush(self, seconds: float) -> None:
-        """Let what is being saved be saved, and begin nothing."""
-        ...
-
-    def counts(self) -> dict[str, Any]:
-        """Fields of `SchedulerStats`."""
-        ...
-
-    def shutdown(self) -> None:
-        """Save what is to be saved, and end; may be called twice."""
-        ...
-
-
 class NoTransfers:
-    """All KV is in the pool."""
+    """All KV is in the pool. `KVTransfers` says what is asked."""
 
     is_busy = False
     holds_blocks = False

@@ -90,7 +90,7 @@ class KVTransfers:
     """Jobs between the pool and a `KVTransfer`.
 
     A request whose KV could not be loaded computes what is missing, or ends with an error where the
-    transfer says so.
+    transfer says so. It is a `ReadinessRule` as well.
     """
 
     def __init__(
@@ -231,6 +231,7 @@ class KVTransfers:
         return start
 
     def request_finished(self, request: Request) -> None:
+        """A request has ended, in whatever state, and holds no blocks."""
         visit = self._visits.pop(request.request_id, None)
         params = request.data.kv_transfer_params
         if visit is None or visit.looks_again:  # else its origin has been asked, or told
@@ -271,21 +272,26 @@ class KVTransfers:
 
     @property
     def is_busy(self) -> bool:
+        """Whether blocks are being loaded or saved, or something else has to be settled."""
         return bool(
             self._loads or self._saves.is_busy or self._failures or self._transfer.has_finished()
         )
 
     @property
     def holds_blocks(self) -> bool:
+        """Whether blocks wait for another engine: it must be looked at now and then."""
         return bool(self._holds)
 
     def step_submitted(self) -> None:
+        """One more step is in flight."""
         self._num_submitted += 1
 
     def step_settled(self) -> None:
+        """The oldest step in flight is done with its blocks."""
         self._num_settled += 1
 
     def poll(self) -> None:
+        """Settle what has finished, and begin what may begin."""
         if self._transfer.has_finished():
             for done in self._transfer.take_finished():
                 self._settle(done)
@@ -333,18 +339,22 @@ class KVTransfers:
             )
 
     def wait(self) -> None:
+        """While a request waits for nothing else, wait a moment for a job to finish."""
         if self._loads or self._holds or self._saves.is_busy:
             self._transfer.wait(_WAIT_SECONDS)
 
     def take_failures(self) -> list[tuple[str, str]]:
+        """Requests that are to end since their KV could not be loaded, and why."""
         failures, self._failures = self._failures, []
         return failures
 
     def tables(self, pool: BlockPool) -> Iterable[Sequence[KVCacheBlock]]:
+        """Blocks of a pool that jobs hold."""
         for job in chain(self._loads.values(), self._holds.values(), self._saves.jobs.values()):
             yield [block for owner, block in job.held if owner is pool]
 
     def flush(self, seconds: float) -> None:
+        """Let what is being saved be saved, and begin nothing."""
         end = time.monotonic() + seconds
         while self._saves.is_busy and time.monotonic() < end:
             self.poll()
@@ -352,12 +362,14 @@ class KVTransfers:
         self.poll()
 
     def counts(self) -> dict[str, Any]:
+        """Fields of `SchedulerStats`."""
         return {
             "external_prefix_cache_queries": self._num_queried,
             "external_prefix_cache_hits": self._num_hits,
         }
 
     def shutdown(self) -> None:
+        """Save what is to be saved, and end; may be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
