@@ -222,6 +222,19 @@ def test_b095_millions_of_values_are_refused_before_they_are_read(item):
     assert "2097152" in reply.error["message"]
 
 
+@pytest.mark.parametrize("item", [b'"a"', b"{}", b"[]", b'{"a":1}'])
+def test_b095_texts_lists_and_objects_may_be_fewer(item):
+    with LiveServer() as server:
+        many = b'{"prompt": [' + b",".join([item] * 1_050_000) + b"]}"
+        reply = server.post("/v1/completions", many)
+        assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+        assert "1048576" in reply.error["message"]
+        few = b'{"prompt": [' + b",".join([item] * 260_000) + b"]}"
+        assert server.post("/v1/completions", few).status == 400
+        ids = b'{"prompt": [' + b",".join([b"5"] * 600_000) + b"]}"
+        assert server.post("/v1/completions", ids).error["code"] == "context_length_exceeded"
+
+
 def test_b095_megabytes_do_not_stop_the_others():
     """A prompt of 10 MB is refused early; one that has to be tokenized is so in a thread."""
     slow = FakeEngine(lambda prompt, params: Script([5] * 60, step_seconds=0.02))

@@ -44,6 +44,8 @@ _LONGEST_NEUTRAL = 1_024
 _MOST_VALUES = 1 << 21
 """Values that a body may hold, more than any batch of prompts as ids: a reader that builds millions
 of them stops every other thread for as long."""
+_MOST_MARKS = 1 << 20
+"""Brackets, braces and quotation marks: texts, lists and objects take longer than numbers."""
 _LARGE_BODY = 1 << 18
 """Bytes from which on decoding is noticed by the other requests, and gets a thread."""
 
@@ -61,9 +63,9 @@ async def read_request(request: Request, kind: type[_Fields]) -> _Fields:
     raw = await _read(request, state.args.max_body_bytes, state.args.body_timeout)
     if len(raw) < _LARGE_BODY:
         return decode_body(raw, kind)
-    _check_values(raw)
 
     def decode() -> _Fields:
+        _check_values(raw)
         with _collector_paused():
             return decode_body(raw, kind)
 
@@ -71,12 +73,17 @@ async def read_request(request: Request, kind: type[_Fields]) -> _Fields:
 
 
 def _check_values(raw: bytes) -> None:
-    """Refuse a body with too many values; commas within texts count as well, which is cheap and
+    """Refuse a body with too many values; marks within texts count as well, which is cheap and
     harmless, since no model takes texts with so many.
     """
     if raw.count(b",") >= _MOST_VALUES:
         raise BodyTooLargeError(
             f"the body has more than {_MOST_VALUES} values or commas; send less at a time."
+        )
+    if sum(map(raw.count, (b"[", b"{", b'"'))) > _MOST_MARKS:
+        raise BodyTooLargeError(
+            f"the body has more than {_MOST_MARKS} brackets, braces and quotation marks; send"
+            f" fewer texts, lists and objects at a time."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from tokenmill.engine.prompts import Prompt, TokensPrompt
 from tokenmill.entrypoints.chat.render import RenderedChat, render_chat
@@ -40,10 +40,9 @@ def given_prompts(
     if not given:
         raise InvalidRequestError(f"{name} is empty; give at least one.", parameter=name)
     if isinstance(given[0], int):
-        ids = [each for each in given if isinstance(each, int)]
-        if len(ids) < len(given):
+        if set(map(type, given)) != {int}:  # there may be millions, and the event loop waits
             raise _mixture(name)
-        return [ids]
+        return [cast(list[int], given)]
     if len(given) > max_prompts:
         raise too_many_prompts(name, len(given), max_prompts, setting)
     prompts = [each for each in given if not isinstance(each, int)]
