@@ -129,7 +129,7 @@ class AsyncLLM:
         core cannot be started for another reason.
         """
         options = options or ServeOptions()
-        progress = on_progress or _silent
+        progress = on_progress or build.silent
         checkpoint = await in_daemon_thread(build.open_model, args, progress, without_torch=True)
         config = await in_daemon_thread(build.settle_config, args, checkpoint)
         supervisors = make_supervisors(
@@ -389,7 +389,3 @@ def _with_output_kind(params: RequestParams, *, stream: bool, delta: bool) -> Re
     if stream:
         kind = RequestOutputKind.DELTA if delta else RequestOutputKind.CUMULATIVE
     return params if params.output_kind is kind else params.replace(output_kind=kind)
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """Report progress to nobody."""

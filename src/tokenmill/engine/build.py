@@ -79,7 +79,7 @@ def build_engine(args: EngineArgs, on_progress: Progress | None = None) -> LLMEn
 
     The tokenizer is built in a second thread while torch is imported and weights are read.
     """
-    progress = on_progress or _silent
+    progress = on_progress or silent
     checkpoint = open_model(args, progress, without_torch=args.data_parallel_size > 1)
     if args.data_parallel_size > 1:
         return _build_replicas(args, checkpoint)
@@ -339,5 +339,5 @@ def _log_choices(config: EngineConfig) -> None:
     logger.info("memory:\n%s", render(config.ledger))
 
 
-def _silent(stage: str, done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int) -> None:
     """Report progress to nobody."""

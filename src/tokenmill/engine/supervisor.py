@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tokenmill.contracts.encoding import rebuild
 from tokenmill.engine import wire
+from tokenmill.engine.build import Progress, silent
 from tokenmill.engine.core_client import DEFAULT_FACTORY, ProcessClient
 from tokenmill.engine.placement import ANYWHERE, Placement, placements
 from tokenmill.engine.recovery import RestartPolicy
@@ -19,7 +20,6 @@ from tokenmill.errors import EngineDeadError, TokenmillError
 if TYPE_CHECKING:
     from tokenmill.config.engine_args import EngineArgs
     from tokenmill.config.engine_config import EngineConfig
-    from tokenmill.engine.build import Progress
     from tokenmill.engine.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -263,10 +263,6 @@ def make_supervisors(
 
     Raises `ConfigError` if there is no place for so many.
     """
-
-    def silent(stage: str, done: int, total: int) -> None:
-        pass
-
     return [
         CoreSupervisor(
             args,
