@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from helpers.adapters import write_adapter
-from helpers.vision_families import VISION_FAMILIES, VisionFamily
-from helpers.vision_models import mark_of, picture, reference, reference_logits, saved
+from helpers.vision_families import VisionFamily
+from helpers.vision_models import (
+    mark_of,
+    one_of_each_kind,
+    picture,
+    reference,
+    reference_logits,
+    saved,
+)
 from tokenmill import LLM, RequestOutput, SamplingParams
 from tokenmill.contracts.request import EngineCoreRequest, MultiModalFeature
 from tokenmill.engine.input_processor import child_seed
@@ -330,7 +337,7 @@ def test_an_image_that_cannot_be_encoded_fails_its_requests_alone() -> None:
         assert results(llm.generate(prompts("llava"), params("llava"))) == alone("llava")
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", one_of_each_kind())
 def test_tokens_are_those_of_transformers(family: VisionFamily) -> None:
     name, mark = family.name, mark_of(family.name)
     images = [CAT, WIDE]

@@ -77,6 +77,9 @@ class VisionFamily:
     not_supported: str = ""
     mark: str = ""
     """What stands for an image in a prompt, where it is not the image's token."""
+    is_like_others: bool = False
+    """Whether steps with its images are as another family's: what is tested of these is tested of
+    this one where time does not matter."""
     aliases: tuple[str, ...] = field(default=())
     """Other architectures that are the same."""
 
@@ -176,6 +179,7 @@ VISION_FAMILIES = [
         images="the whole image in a tile, and tiles of it in one of the model's resolutions, with"
         " a token at each row's end",
         decoders="Llama, Mistral, Qwen2",
+        is_like_others=True,
     ),
     VisionFamily(
         name="llava-onevision",
@@ -196,6 +200,7 @@ VISION_FAMILIES = [
         images="as LLaVA-NeXT, scaled down where tokens are too many; each as if it was alone",
         decoders="Qwen2, Llama",
         not_supported="video",
+        is_like_others=True,
     ),
     VisionFamily(
         name="mistral3",
@@ -242,6 +247,7 @@ VISION_FAMILIES = [
         " 2 x 2 patches",
         decoders="Qwen2, Qwen3, Llama",
         not_supported="video, experts",
+        is_like_others=True,
     ),
     VisionFamily(
         name="internvl-rms",
@@ -261,6 +267,7 @@ VISION_FAMILIES = [
         special_tokens=("<IMG_CONTEXT>", "<img>", "</img>"),
         images="",
         decoders="",
+        is_like_others=True,
     ),
     VisionFamily(
         name="smolvlm",
@@ -445,6 +452,7 @@ VISION_FAMILIES = [
         images="as Qwen3-VL",
         decoders="Qwen3-MoE, with positions in three dimensions",
         not_supported="video",
+        is_like_others=True,
     ),
     VisionFamily(
         name="gemma3",

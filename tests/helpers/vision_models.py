@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from PIL import Image
@@ -46,6 +47,14 @@ def mark_of(name: str) -> str:
     """The token that stands for an image in a prompt."""
     family = family_of(name)
     return family.mark or family.special_tokens[0]
+
+
+def one_of_each_kind() -> list[Any]:
+    """The families as parameters of a test of an engine's steps; those like others are slow."""
+    return [
+        pytest.param(each, marks=[pytest.mark.slow] if each.is_like_others else [], id=each.name)
+        for each in VISION_FAMILIES
+    ]
 
 
 @functools.cache

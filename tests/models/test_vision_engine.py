@@ -15,6 +15,7 @@ from helpers.vision_families import VISION_FAMILIES, VisionFamily
 from helpers.vision_models import (
     family_of,
     load,
+    one_of_each_kind,
     picture,
     processor_of,
     reference_logits,
@@ -33,7 +34,6 @@ BLOCK_SIZE = 32
 
 over_families = pytest.mark.parametrize("family", VISION_FAMILIES, ids=lambda family: family.name)
 
-IN_FLOAT32 = ("smolvlm", "qwen3-vl")
 IMAGES = [picture(64, 48, 1), picture(20, 31, 2), picture(64, 48, 3)]
 Asked = tuple[str, list[Image.Image]]
 """A text with {} where an image belongs, and its images."""
@@ -122,13 +122,18 @@ def test_greedy_tokens_equal_transformers(family: VisionFamily) -> None:
                 assert abs(step[token_id].logprob - float(row[token_id])) < 2e-4
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [(family, "bfloat16") for family in VISION_FAMILIES]
-    + [(family, "float32") for family in VISION_FAMILIES if family.name in IN_FLOAT32],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_the_same_bits_however_requests_are_run(family: VisionFamily, dtype: str) -> None:
+@pytest.mark.parametrize("family", one_of_each_kind())
+def test_the_same_bits_however_requests_are_run(family: VisionFamily) -> None:
+    check_bits(family, "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3-vl"])
+def test_the_same_bits_in_float32(name: str) -> None:
+    check_bits(family_of(name), "float32")
+
+
+def check_bits(family: VisionFamily, dtype: str) -> None:
+    """At once, from the cache and in pieces."""
     with engine(family, dtype, enable_prefix_caching=False, max_num_seqs=1) as llm:
         alone = run(llm, family)
     assert alone[0] != alone[3]  # another image in the same text
@@ -139,7 +144,7 @@ def test_the_same_bits_however_requests_are_run(family: VisionFamily, dtype: str
         assert run(llm, family) == alone  # in pieces
 
 
-@over_families
+@pytest.mark.parametrize("family", one_of_each_kind())
 def test_the_same_tokens_after_preemption(family: VisionFamily) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with engine(family, "bfloat16") as llm:
