@@ -8,7 +8,9 @@ from http.client import IncompleteRead
 import pytest
 
 from helpers.exposition import families, value
+from helpers.fake_engine import FakeEngine, Script
 from helpers.live_router import LiveRouter, RawBackend, answer, header, named, who
+from helpers.live_server import LiveServer
 
 TWO_BLOCKS = "x" * 256
 
@@ -328,3 +330,39 @@ def test_what_is_about_a_response_goes_to_its_backend():
         second.is_well = False
         router.wait_until(lambda: not router.state.backends[1].is_available)
         assert who(router.get("/v1/responses/resp_b")) == "a"
+
+
+def test_references_to_items_go_to_their_backend():
+    """Those of tokenmill's servers, whose items are named after the response."""
+
+    def says(word):
+        return LiveServer(FakeEngine(lambda prompt, params: Script([word])))
+
+    with (
+        says(40) as first,
+        says(41) as second,
+        LiveRouter(first.url, second.url, policy="round_robin") as router,
+    ):
+
+        def ask(*items):
+            reply = router.post(
+                "/v1/responses", {"input": [*items, {"role": "user", "content": "x"}]}
+            )
+            assert reply.status == 200, reply.error
+            return reply.json["output"][0]
+
+        made = [ask() for _ in range(2)]
+        texts = [item["content"][0]["text"] for item in made]
+        assert texts[0] != texts[1]
+        for i in (1, 1, 0, 1, 0, 0):
+            id = made[i]["id"]
+            for item in (
+                {"type": "item_reference", "id": id},
+                {"id": id, "type": "item_reference"},
+                {"id": id},
+            ):
+                assert ask(item)["content"][0]["text"] == texts[i]
+        # What is only like one decides nothing: these take turns.
+        mentions = {"role": "user", "content": f'{{"id": "{made[0]["id"]}"}}'}
+        assert {ask(mentions)["content"][0]["text"] for _ in range(2)} == set(texts)
+        assert {ask(made[0])["content"][0]["text"] for _ in range(2)} == set(texts)

@@ -7,6 +7,11 @@ from collections import OrderedDict
 
 PATH = "/v1/responses"
 _ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,200})"')
+_REFERENCE = re.compile(
+    rb'\{\s*(?:"type"\s*:\s*"item_reference"\s*,\s*)?"id"\s*:\s*"[a-z]{1,8}_([0-9a-f]{32})_\d+"\s*'
+    rb'(?:,\s*"type"\s*:\s*"item_reference"\s*)?\}'
+)
+"""To an item of a response of tokenmill's servers, which name items after the response."""
 _MOST_BYTES = 1 << 13
 """Of an answer that are looked through: its id is among the first fields."""
 _MOST_RESPONSES = 100_000
@@ -17,6 +22,12 @@ def id_in_path(path: str) -> str | None:
     if not path.startswith(f"{PATH}/"):
         return None
     return path.removeprefix(f"{PATH}/").partition("/")[0] or None
+
+
+def id_in_references(items: bytes) -> str | None:
+    """The response whose item the JSON of an input refers to, the first if there are several."""
+    found = _REFERENCE.search(items)
+    return None if found is None else f"resp_{found[1].decode('ascii')}"
 
 
 class ResponseOwners:

@@ -13,7 +13,7 @@ import msgspec
 
 from tokenmill.engine.prefix_index import prefix_keys
 from tokenmill.entrypoints.http.auth import Headers
-from tokenmill.entrypoints.router.responses import id_in_path
+from tokenmill.entrypoints.router.responses import id_in_path, id_in_references
 
 BLOCK_BYTES = 128
 """Of a prompt's JSON, about 32 tokens of text."""
@@ -54,9 +54,9 @@ def read_keys(body: bytes, headers: Headers, session_header: str, path: str = ""
         session = session or _text(fields.get(name))
     root = hashlib.blake2b(b"\0".join(bytes(fields.get(name, b"")) for name in _BEFORE)).digest()
     prompt = next((fields[name] for name in _PROMPTS if name in fields), b"")
-    limit = BLOCK_BYTES * _MOST_BLOCKS
-    blocks = prefix_keys(bytes(memoryview(prompt)[:limit]), BLOCK_BYTES, root=root)
-    response = response or _text(fields.get("previous_response_id"))
+    begin = bytes(memoryview(prompt)[: BLOCK_BYTES * _MOST_BLOCKS])
+    blocks = prefix_keys(begin, BLOCK_BYTES, root=root)
+    response = response or _text(fields.get("previous_response_id")) or id_in_references(begin)
     return RoutingKeys(_text(fields.get("model")), session, response, tuple(blocks))
 
 

@@ -75,7 +75,7 @@ class ResponsesJob(ChatJob):
         self._id = new_id("resp")
         self._wire = _ResponsesWire(self)
         self._input = given.items
-        self.items = OutputItems(ChatTools(request.tools or []).namespaces)
+        self.items = OutputItems(self._id, ChatTools(request.tools or []).namespaces)
         self.events = ResponseEvents(self.items)
         self.so_far = empty_response(
             request, self._params, id=self._id, created=self._created, model=self._model

@@ -8,7 +8,6 @@ from typing import Any
 from tokenmill.entrypoints.http.blocks import Block, BlockKind
 from tokenmill.entrypoints.http.errors import error_object
 from tokenmill.entrypoints.http.replies import TokenLogprob, Usage
-from tokenmill.entrypoints.http.responses.items import new_id
 from tokenmill.entrypoints.http.responses.protocol import (
     InputTokensDetails,
     OutputTokensDetails,
@@ -29,19 +28,20 @@ CALLS = (BlockKind.CALL, BlockKind.CUSTOM_CALL)
 
 
 class OutputItems:
-    """The items of one answer: each block has one, whose id is the same wherever it is told."""
+    """The items of one answer: each block has one, whose id is the same wherever it is told, and
+    tells which response it belongs to (`router.responses` reads that).
+    """
 
-    def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, response_id: str, namespaces: Mapping[str, tuple[str, str]]) -> None:
         """`namespaces` are those of the tools whose names in the chat have one in front."""
+        self._response_id = response_id
         self._namespaces = namespaces
-        self._ids: list[str] = []
         self._logprobs: dict[int, list[TokenLogprob]] = {}
 
     def id(self, block: Block) -> str:
         """That of a block's item."""
-        while len(self._ids) <= block.index:
-            self._ids.append(new_id(_PREFIXES[block.kind]))
-        return self._ids[block.index]
+        secret = self._response_id.removeprefix("resp_")
+        return f"{_PREFIXES[block.kind]}_{secret}_{block.index}"
 
     def add_logprobs(self, block: Block, entries: Sequence[TokenLogprob]) -> None:
         """More of a text's tokens."""
