@@ -33,6 +33,8 @@ def compile_cases() -> list[CompileCase]:
             "16:8x256 window cap exact", 16, 8, 256, window=4096, has_cap=True, exact=True
         ),
         *_layer_cases("32:32x80 float32", 32, 32, 80, torch.float32),
+        *_layer_cases("16:16x64 in both directions", 16, 16, 64, causal=False),
+        *_layer_cases("16:16x64 in both directions exact", 16, 16, 64, causal=False, exact=True),
     ]
 
 
@@ -46,6 +48,7 @@ def _layer_cases(
     kv_type: str | None = None,
     block_size: int = 64,
     window: int | None = None,
+    causal: bool = True,
     has_cap: bool = False,
     has_sinks: bool = False,
     exact: bool = False,
@@ -60,7 +63,7 @@ def _layer_cases(
         block_size,
         2 * block_size * num_kv_heads * head_size,
         window,
-        True,
+        causal,
         has_cap,
         has_sinks,
         config,
