@@ -15,7 +15,9 @@ from tokenmill.worker.worker import Worker
 
 
 class LocalExecutor:
-    """One worker, one device. What its calls raise is raised by the step's `result()`."""
+    """Of one worker, on one device: what does not depend on where its steps run. What their calls
+    raise is raised by a step's `result()`.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self._worker: Worker | None = worker
@@ -24,14 +26,6 @@ class LocalExecutor:
     def load_adapter(self, directory: str) -> Future[AdapterInfo]:
         """Read an adapter in a thread of its own."""
         return self._reading.submit(self._running_worker().load_adapter, directory)
-
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        """Start the forward pass of a plan."""
-        raise NotImplementedError
-
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepFuture:
-        """Sample after the forward pass that was started last."""
-        raise NotImplementedError
 
     def shutdown(self) -> None:
         """Finish the steps under way and free the model and its cache; may be called twice."""
@@ -119,6 +113,6 @@ class FailedStep:
         raise self.error
 
 
-def local_executor(worker: Worker, *, background: bool) -> LocalExecutor:
+def local_executor(worker: Worker, *, background: bool) -> InlineExecutor | BackgroundExecutor:
     """One whose steps run in a thread of their own, or in the caller's."""
     return BackgroundExecutor(worker) if background else InlineExecutor(worker)
