@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from helpers.tiny import write_tiny_llama, write_wide_llama
+from helpers.vision_models import picture, processor_of, saved
 from tokenmill import LLM, SamplingParams
 from tokenmill.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 
@@ -134,6 +138,19 @@ def test_weights_that_do_not_fit_change_nothing(models, tmp_path):
         assert texts(llm) == expected
 
 
+def test_a_config_that_says_something_else_is_told_of(models, tmp_path, caplog):
+    other = tmp_path / "other"
+    shutil.copytree(models[1], other)
+    config = json.loads((other / "config.json").read_text())
+    config |= {"rms_norm_eps": 1e-3, "use_cache": False}
+    (other / "config.json").write_text(json.dumps(config))
+    with open_llm(models[0]) as llm, caplog.at_level("WARNING", logger="tokenmill"):
+        llm.update_weights(models[1])
+        assert "another config" not in caplog.text
+        llm.update_weights(other)
+    assert "another config (rms_norm_eps), of which" in caplog.text
+
+
 def test_requests_go_on_behind_a_sleep(models):
     with open_llm(models[0]) as llm:
         expected = texts(llm)
@@ -150,6 +167,33 @@ def test_requests_go_on_behind_a_sleep(models):
         while engine.has_unfinished_requests():
             brought |= {output.request_id: output for output in engine.step()}
         assert [brought[str(n)].outputs[0].token_ids for n in range(6)] == expected
+
+
+def test_embeddings_of_images_are_forgotten(tmp_path):
+    mark = processor_of("smolvlm").mark_text
+    image = {"multi_modal_data": {"image": [picture(64, 48, 1)]}}
+    prompts = [{"prompt": f"The {mark} {word}", **image} for word in ("brown", "fox")]
+    other = tmp_path / "other"
+    shutil.copytree(saved("smolvlm"), other)
+    tensors = load_file(other / "model.safetensors")
+    torch.manual_seed(1)
+    tensors = {name: each + 0.05 * torch.rand_like(each) for name, each in tensors.items()}
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+
+    def logprobs(llm):
+        outputs = llm.generate(prompts, GREEDY.replace(logprobs=0))
+        return [each.outputs[0].cumulative_logprob for each in outputs]
+
+    settings = {"num_kv_blocks": 64, "max_model_len": 512}
+    with open_llm(other, **settings) as llm:
+        expected = logprobs(llm)
+    with open_llm(saved("smolvlm"), **settings) as llm:
+        before = logprobs(llm)
+        llm.update_weights(other)
+        assert logprobs(llm) == expected != before
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert logprobs(llm) == expected
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("abort", "abort"), ("wait", "length")])

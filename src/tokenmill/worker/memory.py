@@ -7,6 +7,7 @@ touched.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,13 @@ from tokenmill.layers.state_space import state_layers
 from tokenmill.models.refill import Refill
 from tokenmill.models.registry import NATIVE
 from tokenmill.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+_OF_NO_MATTER = frozenset(
+    ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+)
+"""Keys of a config.json that say nothing about what is computed."""
 
 
 class WorkerMemory:
@@ -42,6 +50,7 @@ class WorkerMemory:
         self._source = checkpoint if keeps_checkpoint else None
         """Where the weights came from; None if that is not there any more."""
         self._keeps = keeps_checkpoint
+        self._hf_config = dict(checkpoint.config)
         self.has_weights = True
         self._refill: Refill | None = None
         if config.model.implementation == NATIVE:
@@ -72,6 +81,7 @@ class WorkerMemory:
             checkpoint = open_checkpoint(Path(path))
             try:
                 self._refill.check(checkpoint)
+                self._compare(checkpoint)
                 self._forget_source()
                 self._refill.from_checkpoint(checkpoint)
             finally:
@@ -79,6 +89,17 @@ class WorkerMemory:
                     checkpoint.close()
             self._source = checkpoint if self._keeps else None
         self.has_weights = True
+
+    def _compare(self, checkpoint: Checkpoint) -> None:
+        """Warn of a config that says something else: the model stays as it was built."""
+        ours, theirs = self._hf_config, checkpoint.config
+        shared = (set(ours) & set(theirs)) - _OF_NO_MATTER
+        if differing := sorted(key for key in shared if ours[key] != theirs[key]):
+            logger.warning(
+                "%s has another config (%s), of which only the weights are taken.",
+                checkpoint.path,
+                ", ".join(differing),
+            )
 
     def _forget_source(self) -> None:
         """From here on, the weights are not all of one model until all are replaced."""

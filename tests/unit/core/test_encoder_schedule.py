@@ -351,3 +351,16 @@ def test_the_rest_of_a_cached_run_is_a_run_as_well():
     add(scheduler, ask("part", [*pieces[:3], 99, 98], max_tokens=1))
     # 8 tokens are cached, 2 more are the image's: one token of the step is too few.
     assert steps_of(scheduler, 2) == [{"busy": 11}, {"busy": 1, "part": 4}]
+
+
+def test_all_that_nobody_needs_is_forgotten_at_once():
+    cache = EncoderCache(10)
+    for number in range(3):
+        cache.add(f"image {number}", 3, (str(number), 0))
+    cache.take_news()
+    cache.remove("image 0", ("0", 0))
+    cache.remove("image 2", ("2", 0))
+    cache.clear()
+    assert [cache.is_kept(f"image {number}") for number in range(3)] == [False, True, False]
+    assert cache.audit() == []
+    assert cache.take_news() == ([], ["image 0", "image 2"])
