@@ -189,13 +189,9 @@ class OutputProcessor:
 
     def adapters(self) -> tuple[list[str], list[str]]:
         """Names of the adapters of unfinished sequences that have tokens, and those of others."""
-        begun = {each.adapter: False for each in self._sequences.values() if each.adapter}
-        for each in self._sequences.values():
-            if each.adapter and each.metrics.first_token_time is not None:
-                begun[each.adapter] = True
-        return sorted(n for n, b in begun.items() if b), sorted(
-            n for n, b in begun.items() if not b
-        )
+        times = [(each.adapter, each.metrics.first_token_time) for each in self._sequences.values()]
+        begun = {name for name, time in times if name and time is not None}
+        return sorted(begun), sorted({name for name, _ in times if name} - begun)
 
     def add_request(self, source: ProcessedInput) -> None:
         """Expect outputs for every sequence of a request."""
