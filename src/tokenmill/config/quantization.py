@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX
 from tokenmill.config.argument_types import one_of
 from tokenmill.config.device import NATIVE_KERNELS, keeps_blocks
 from tokenmill.config.memory import Weights
 from tokenmill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenmill.config.engine_config import EngineConfig
 
 GPU_QUANTIZATIONS = ("fp8", "int4")
 CPU_QUANTIZATIONS = ("int8", "int4")
@@ -72,4 +76,13 @@ def held_weights(
         keeps_blocks(kernels, dtype),
         quantization,
         keeps_mxfp4=device == "cuda" and dtype == "bfloat16",
+    )
+
+
+def weights_of(
+    config: EngineConfig, shapes: Mapping[str, tuple[int, ...]], formats: Mapping[str, str]
+) -> Weights:
+    """A checkpoint's tensors as an engine of these settings holds them."""
+    return held_weights(
+        shapes, formats, config.quantization, config.device, config.model.dtype, config.kernels
     )

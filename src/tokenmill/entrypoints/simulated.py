@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tokenmill.checkpoint.checkpoint import Checkpoint
-from tokenmill.config.device import keeps_blocks
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EngineConfig
 from tokenmill.config.machine import Accelerator, Machine
 from tokenmill.config.memory import Weights, format_bytes, layer_kv_bytes
+from tokenmill.config.quantization import weights_of
 from tokenmill.contracts.kv_cache import KVCacheConfig
 from tokenmill.engine.build import Progress, find_machine, open_model, settle_config
 from tokenmill.entrypoints.bench.load_prompts import answered_lengths
@@ -96,7 +95,9 @@ def open_cluster(
     checkpoint = open_model(args, on_progress, without_torch=True)
     try:
         config = settle_config(args, checkpoint, _machine(args, options))
-        weights = _weights(checkpoint, config)
+        weights = weights_of(
+            config, dict(checkpoint.tensor_shapes), dict(checkpoint.tensor_formats)
+        )
     finally:
         checkpoint.close()
     return SimulatedCluster(
@@ -120,16 +121,6 @@ def _machine(args: EngineArgs, options: SimulateOptions) -> Machine:
         gpu = Accelerator("a simulated GPU", _SIMULATED_GPU, num_bytes, num_bytes)
         return replace(machine, accelerator=gpu)
     return replace(machine, total_memory=num_bytes, available_memory=num_bytes)
-
-
-def _weights(checkpoint: Checkpoint, config: EngineConfig) -> Weights:
-    return Weights(
-        dict(checkpoint.tensor_shapes),
-        dict(checkpoint.tensor_formats),
-        config.model.dtype,
-        keeps_blocks(config.kernels, config.model.dtype),
-        config.quantization,
-    )
 
 
 def _cost(config: EngineConfig, weights: Weights, options: SimulateOptions) -> CostModel:

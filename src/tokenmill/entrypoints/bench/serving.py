@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tokenmill.config.device import keeps_blocks
 from tokenmill.config.memory import Weights
+from tokenmill.config.quantization import weights_of
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheSpec
 from tokenmill.engine.build import open_model
 from tokenmill.entrypoints.bench.cost import Cost, ModelCost, model_cost
@@ -313,13 +313,7 @@ def held_weights(args: EngineArgs, config: EngineConfig) -> Weights:
     """The model's tensors and how an engine of these settings holds them, from the file headers."""
     checkpoint = open_model(args, lambda stage, done, total: None)
     try:
-        return Weights(
-            dict(checkpoint.tensor_shapes),
-            dict(checkpoint.tensor_formats),
-            config.model.dtype,
-            keeps_blocks(config.kernels, config.model.dtype),
-            config.quantization,
-        )
+        return weights_of(config, dict(checkpoint.tensor_shapes), dict(checkpoint.tensor_formats))
     finally:
         checkpoint.close()
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-Unset = UnsetType
-
 
 class PromptTokensDetails(Struct):
     cached_tokens: int
