@@ -48,8 +48,8 @@ NO_KERNELS = frozenset(
     (
         "active_isa", "allocate_weights", "count_tasks", "detected_isa", "measure_handover",
         "measure_peak", "measure_read_bandwidth", "num_threads", "pack_bf16", "pack_blocks",
-        "pack_float32", "packed_bf16_bytes", "packed_blocks_bytes", "packed_float32_bytes", "quantized_bytes",
-        "set_active_isa", "set_num_threads",
+        "pack_float32", "packed_bf16_bytes", "packed_blocks_bytes", "packed_float32_bytes",
+        "quantized_bytes", "set_active_isa", "set_num_threads",
     )
 )  # fmt: skip
 """Functions of the native module that no step computes with."""
