@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(not native.is_available(), reason="needs the nat
 
 TARGETS = {
     "qwen2": (*ATTENTION, *MLP),
+    "deepseek-v3": ("q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
 }
 

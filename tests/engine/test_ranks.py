@@ -159,8 +159,8 @@ def test_two_ranks_with_quantised_weights(tmp_path: Path, quantization: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["olmo2", "gpt-oss"])
-def test_norms_over_heads_and_sinks_are_recorded(name: str) -> None:
+@pytest.mark.parametrize("name", ["olmo2", "gpt-oss", "deepseek-v3"])
+def test_norms_over_heads_sinks_and_latents_are_recorded(name: str) -> None:
     """Every step is run recorded and directly as well."""
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     prompts = [{"prompt_token_ids": random_prompt(length, 3)} for length in (40, 9)]

@@ -13,7 +13,7 @@ from helpers.models import PagedRun, model_config
 from tokenmill.attention.cpu import CpuBackend
 from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.config.ranks import DIVIDED, WHOLE_LAYERS
+from tokenmill.config.ranks import DIVIDED
 from tokenmill.contracts.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from tokenmill.errors import CheckpointError
 from tokenmill.kernels import native
@@ -36,7 +36,7 @@ def stage(family: Family, kernels: Any, layers: range, dtype: str) -> StageModel
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "family",
-    [family for family in FAMILIES if family.architecture in DIVIDED | set(WHOLE_LAYERS)],
+    [family for family in FAMILIES if family.architecture in DIVIDED],
     ids=lambda family: family.name,
 )
 def test_two_stages_have_the_bits_of_one(family: Family, kind: str) -> None:

@@ -21,7 +21,7 @@ from helpers.tiny import write_wide_llama
 from tokenmill.attention.cpu import CpuBackend
 from tokenmill.attention.reference import ReferenceBackend
 from tokenmill.checkpoint.open import open_checkpoint
-from tokenmill.config.ranks import DIVIDED, UNDIVIDED, WHOLE_LAYERS
+from tokenmill.config.ranks import DIVIDED, UNDIVIDED
 from tokenmill.kernels import native
 from tokenmill.layers.packed import NativeKernels
 from tokenmill.layers.plain import PlainKernels
@@ -182,4 +182,4 @@ def test_a_rank_holds_its_part_only() -> None:
 
 def test_every_family_is_said_to_be_divided_or_not() -> None:
     decoders = {name for name in MODELS if name.endswith(("ForCausalLM", "LMHeadModel"))}
-    assert decoders == DIVIDED | set(WHOLE_LAYERS) | set(UNDIVIDED)
+    assert decoders == DIVIDED | set(UNDIVIDED)

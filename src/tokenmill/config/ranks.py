@@ -35,14 +35,10 @@ DIVIDED = frozenset(
         "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
         "SmolLM3ForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
         "Olmo2ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM",
+        "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
     )
 )  # fmt: skip
 """Architectures whose layers can be divided among ranks."""
-WHOLE_LAYERS: Mapping[str, str] = {
-    "DeepseekV2ForCausalLM": "all its heads share one latent",
-    "DeepseekV3ForCausalLM": "all its heads share one latent",
-}
-"""Those whose layers are whole, and why; their stages can be on several ranks."""
 UNDIVIDED: Mapping[str, str] = {
     "GPT2LMHeadModel": "its queries, keys and values are one matrix that is not divided yet",
     "BambaForCausalLM": "its states are not divided yet",
@@ -193,14 +189,8 @@ def _check_family(
     decoder = _decoder(hf_config, architecture)
     if decoder in DIVIDED:
         return
-    if decoder in WHOLE_LAYERS:
-        if parallel.tensor_parallel_size == 1:
-            return
-        why = WHOLE_LAYERS[decoder]
-        remedy = f"Use pipeline_parallel_size={parallel.world_size} in its place."
-    else:
-        why = UNDIVIDED.get(decoder, "it is not among the families that are")
-        remedy = f"Set {setting.partition('=')[0]}=1, or use data_parallel_size."
+    why = UNDIVIDED.get(decoder, "it is not among the families that are")
+    remedy = f"Set {setting.partition('=')[0]}=1, or use data_parallel_size."
     raise ConfigError(f"{setting}: {architecture} cannot be divided: {why}. {remedy}")
 
 
@@ -275,8 +265,8 @@ def check_quantized_parts(
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _BY_ROWS = (
-    "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3",
-    "embed_tokens", "lm_head",
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj",
+    "gate_up_proj", "w1", "w3", "embed_tokens", "lm_head",
 )  # fmt: skip
 """Modules of whose weights a rank has some rows; of the embedding and the head, some tokens."""
 _BY_COLUMNS = ("o_proj", "down_proj", "w2")

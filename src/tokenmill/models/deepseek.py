@@ -37,10 +37,12 @@ from tokenmill.layers.linear import Linear
 from tokenmill.layers.linear_method import Activations, StreamReader
 from tokenmill.layers.moe import ExpertBlock, GatedExperts, Router
 from tokenmill.layers.norm import BranchRMSNorm
+from tokenmill.layers.parallel_linear import RowParallelLinear, rows_slot
 from tokenmill.layers.weights import WeightSlot, plain_raw
 from tokenmill.models.config import DecoderConfig
 from tokenmill.models.decoder import Decoder, LayerParts, PreNormLayer
 from tokenmill.models.mixtral import expert_counts
+from tokenmill.parallel.shares import Share, even_share
 from tokenmill.quantization.dequantize import plain_values
 from tokenmill.quantization.packed_blocks import reorder_rows
 
@@ -49,20 +51,32 @@ _LATENT_EPS = 1e-6
 
 
 class OrderedLinear(Linear):
-    """A projection whose rows the checkpoint has in another order."""
+    """A projection whose rows the checkpoint has in another order; a rank has some of them."""
 
     def __init__(
-        self, in_features: int, order: torch.Tensor, *, bias: bool, parts: LayerParts
+        self,
+        in_features: int,
+        order: torch.Tensor,
+        *,
+        bias: bool,
+        parts: LayerParts,
+        share: Share | None = None,
     ) -> None:
-        """Row i here is row `order[i]` there."""
+        """Row i of our order is row `order[i]` there; `share` are the ones here, by default all."""
+        self.share = share or Share(len(order), 0, len(order))
         super().__init__(
-            in_features, len(order), bias=bias, dtype=parts.dtype, kernels=parts.kernels
+            in_features, self.share.size, bias=bias, dtype=parts.dtype, kernels=parts.kernels
         )
         self.order = order
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        for slot in super().weight_slots(prefix):
-            yield replace(slot, load=self._reordered(slot))
+        for own in super().weight_slots(prefix):
+            slot = rows_slot(own, [self.share])
+            # Put in order first, and then divided: its rows lie anywhere.
+            yield replace(slot, load=self._reordered(slot), rows=None)
+
+    def row_shares(self) -> list[list[Share]]:
+        return [[self.share]]
 
     def _reordered(self, slot: WeightSlot) -> Any:
         def load(raw: RawTensor) -> None:
@@ -79,20 +93,22 @@ class OrderedLinear(Linear):
 
 
 class LatentMaps(nn.Module):
-    """For each head, the transposed matrix of keys and the matrix of values: `kv_b_proj`."""
+    """For each head that is here, the transposed matrix of keys and the matrix of values:
+    `kv_b_proj`.
+    """
 
     def __init__(
-        self, num_heads: int, key_size: int, value_size: int, latent: int, parts: LayerParts
+        self, heads: Share, key_size: int, value_size: int, latent: int, parts: LayerParts
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.heads = heads
         self.key_size, self.value_size, self.latent = key_size, value_size, latent
         make = parts.kernels.parts_method
-        self.keys = make(num_heads, latent, key_size, parts.dtype)
-        self.values = make(num_heads, value_size, latent, parts.dtype)
+        self.keys = make(heads.size, latent, key_size, parts.dtype)
+        self.values = make(heads.size, value_size, latent, parts.dtype)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        rows = self.num_heads * (self.key_size + self.value_size)
+        rows = self.heads.total * (self.key_size + self.value_size)
         yield WeightSlot(f"{prefix}.weight", (rows, self.latent), self._load, memory=self._memory)
 
     def _slots(self) -> Iterator[tuple[WeightSlot, WeightSlot]]:
@@ -106,8 +122,9 @@ class LatentMaps(nn.Module):
                 yield from slot.memory()
 
     def _load(self, raw: RawTensor) -> None:
-        by_head = plain_values(raw).view(self.num_heads, -1, self.latent)
-        for (key, value), rows in zip(self._slots(), by_head, strict=True):
+        by_head = plain_values(raw).view(self.heads.total, -1, self.latent)
+        own = by_head[self.heads.start : self.heads.stop]
+        for (key, value), rows in zip(self._slots(), own, strict=True):
             key_rows, value_rows = torch.split(rows, [self.key_size, self.value_size])
             key.load(plain_raw(key_rows.t()))
             value.load(plain_raw(value_rows))
@@ -126,9 +143,10 @@ class LatentAttention(nn.Module):
 
     def __init__(self, parts: LayerParts, hf_config: Mapping[str, Any]) -> None:
         super().__init__()
-        config = parts.config
+        config, group = parts.config, parts.kernels.group
         self.parts = parts
-        self.num_heads = config.num_heads
+        heads = even_share(config.num_heads, group.rank, group.size)
+        self.num_heads = heads.size
         self.rotated = positive_int(hf_config, "qk_rope_head_dim")
         self.plain = positive_int(hf_config, "qk_nope_head_dim")
         self.latent = positive_int(hf_config, "kv_lora_rank")
@@ -136,16 +154,19 @@ class LatentAttention(nn.Module):
         in_pairs = bool(hf_config.get("rope_interleave", True))
         head = row_order(self.plain, self.rotated, in_pairs)
         size = self.plain + self.rotated
-        heads = torch.cat([head + index * size for index in range(self.num_heads)])
+        order = torch.cat([head + index * size for index in range(config.num_heads)])
+        rows = heads.of(size)
         rank = hf_config.get("q_lora_rank")
         if rank is None:
-            self.q_proj = OrderedLinear(config.hidden_size, heads, bias=False, parts=parts)
+            self.q_proj = OrderedLinear(
+                config.hidden_size, order, bias=False, parts=parts, share=rows
+            )
         else:
             self.q_a_proj = Linear(
                 config.hidden_size, rank, bias=bias, dtype=parts.dtype, kernels=parts.kernels
             )
             self.q_a_layernorm = _latent_norm(rank, parts)
-            self.q_b_proj = OrderedLinear(rank, heads, bias=False, parts=parts)
+            self.q_b_proj = OrderedLinear(rank, order, bias=False, parts=parts, share=rows)
         self.queries = self._direct_queries if rank is None else self._latent_queries
         self.kv_a_proj_with_mqa = OrderedLinear(
             config.hidden_size,
@@ -155,7 +176,7 @@ class LatentAttention(nn.Module):
         )
         self.kv_a_layernorm = _latent_norm(self.latent, parts)
         self.value_size = positive_int(hf_config, "v_head_dim")
-        self.kv_b_proj = LatentMaps(self.num_heads, self.plain, self.value_size, self.latent, parts)
+        self.kv_b_proj = LatentMaps(heads, self.plain, self.value_size, self.latent, parts)
         self.attn = Attention(
             f"model.layers.{parts.index}.self_attn.attn",
             num_heads=self.num_heads,
@@ -165,8 +186,8 @@ class LatentAttention(nn.Module):
             rotary=parts.rotary,
             value_offset=self.rotated,
         )
-        self.o_proj = Linear(
-            self.num_heads * self.value_size,
+        self.o_proj = RowParallelLinear(
+            heads.of(self.value_size),
             config.hidden_size,
             bias=bias,
             dtype=parts.dtype,

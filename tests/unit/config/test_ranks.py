@@ -93,12 +93,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "pipeline_parallel_size=7 is more than the model's 6 layers",
     ),
     (
-        {"architectures": ["DeepseekV2ForCausalLM"], "qk_rope_head_dim": 32, "kv_lora_rank": 64},
-        {"tensor_parallel_size": 2},
-        "DeepseekV2ForCausalLM cannot be divided: all its heads share one latent. Use"
-        " pipeline_parallel_size=2",
-    ),
-    (
         {"architectures": ["GPT2LMHeadModel"]},
         {"pipeline_parallel_size": 2},
         "pipeline_parallel_size=2: GPT2LMHeadModel cannot be divided: its queries",
