@@ -8,7 +8,7 @@ value on the host, so that a forward pass can be captured in a graph.
     fp8       float8, a scale a row               matmul_fp8, cuBLAS; activations in float8, too
     int4      four bits, a scale a group          matmul_int4
 
-Experts are plain (`gpu_experts.py`).
+Experts are in `gpu_experts.py`.
 """
 
 from __future__ import annotations
