@@ -209,9 +209,12 @@ def test_other_numbers_than_raw_log_probabilities(mode):
     check(greedy, 40, mode=mode)
 
 
-def test_draws_follow_the_distribution():
-    """Behind penalties and all filters, over seeds at one place."""
-    count, tokens = 200, [1, 0, 3, 1, 1, 2]
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_draws_follow_the_distribution(count):
+    """Behind penalties and all filters, over seeds at one place. The host's sampler draws the same,
+    and is tested with thousands.
+    """
+    tokens = [1, 0, 3, 1, 1, 2]
     logits = np.log([0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.04, 0.03, 0.02, 0.01])
     requests = [
         new_request(
