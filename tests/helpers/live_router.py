@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 
-from helpers.live_server import LiveApp
+from helpers.live_server import InThread, LiveApp
 from tokenmill.config.route_args import RouteArgs
 from tokenmill.entrypoints.http.lifetime import make_uvicorn, until_listening
 from tokenmill.entrypoints.http.listener import bind
@@ -51,7 +50,7 @@ class LiveRouter(LiveApp):
             self.state.close()
 
 
-class RawBackend:
+class RawBackend(InThread):
     """A server that answers with the bytes it is given; keeps what it was sent.
 
     `behave(head, body, writer)` writes an answer, and may leave the connection in any state; the
@@ -68,27 +67,7 @@ class RawBackend:
         self.num_lost = 0
         """Connections that ended while an answer was under way."""
         self._keep_alive = keep_alive
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-
-    def __enter__(self):
-        self._thread.start()
-        assert self._ready.wait(30)
-        return self
-
-    def __exit__(self, *exc_info):
-        self.stop()
-
-    def stop(self):
-        """End it, with all of its connections; may be called twice."""
-        if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self._end.set)
-            self._thread.join(30)
-        assert not self._thread.is_alive()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.port}"
+        super().__init__()
 
     async def _serve(self):
         self.loop = asyncio.get_running_loop()

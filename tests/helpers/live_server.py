@@ -102,14 +102,13 @@ class Client:
         return connection
 
 
-class LiveApp(Client):
+class InThread:
     """On a socket, in a thread of the test's own process, until the end of the `with` block.
 
     `_serve` listens: it sets `loop`, `port` and `_end`, then `_ready`, and returns after `_end`.
     """
 
-    def __init__(self, headers=None):
-        super().__init__(None, headers)
+    def __init__(self):
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
@@ -119,13 +118,26 @@ class LiveApp(Client):
         return self
 
     def __exit__(self, *exc_info):
-        self.loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(30)
+        self.stop()
+
+    def stop(self):
+        """End it, with all of its connections; may be called twice."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(30)
         assert not self._thread.is_alive()
 
     @property
     def url(self):
         return f"http://127.0.0.1:{self.port}"
+
+
+class LiveApp(InThread, Client):
+    """What listens, with a client of its own."""
+
+    def __init__(self, headers=None):
+        InThread.__init__(self)
+        Client.__init__(self, None, headers)
 
     def wait_until(self, condition, seconds=60.0):
         end = time.monotonic() + seconds
