@@ -1,4 +1,4 @@
-"""What the files of models with a vision tower leave out: defaults of the library that wrote them."""
+"""What files of models with a vision tower leave out: defaults of the library that wrote them."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ class RowItems:
         *,
         is_bidirectional: bool = False,
     ) -> None:
-        """To be made before anything of the model is recorded. With `is_bidirectional`, tokens of an
-        item see all of it.
+        """To be made before anything of the model is recorded. With `is_bidirectional`, tokens of
+        an item see all of it.
         """
         assert isinstance(model, SupportsMultiModal)
         self._model: SupportsMultiModal = model
