@@ -38,6 +38,8 @@ def outcomes(name, prompts, **settings):
     ("name", "settings"),
     [
         ("gpt2", {"dtype": "float32"}),
+        ("bamba", {"dtype": "float32"}),
+        ("mamba2", {"dtype": "float32"}),
         ("gpt-oss", {"dtype": "float32"}),
         ("gpt-oss", {"quantization": "int4"}),
         ("mixtral", {"quantization": "fp8"}),

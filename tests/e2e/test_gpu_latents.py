@@ -60,8 +60,13 @@ def test_results_are_those_of_the_cpu(alone: list[Any]) -> None:
     "settings",
     [
         {"max_num_batched_tokens": 4, "max_num_seqs": 3},
-        {"sizes": GraphSizes((4,), (16,), 3, 16), "max_num_seqs": 3},
-        {"num_kv_blocks": 4, "block_size": 4, "max_num_batched_tokens": 16},
+        pytest.param(
+            {"sizes": GraphSizes((4,), (16,), 3, 16), "max_num_seqs": 3}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"num_kv_blocks": 4, "block_size": 4, "max_num_batched_tokens": 16},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["chunked", "padded", "preempted"],
 )

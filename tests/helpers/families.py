@@ -279,7 +279,6 @@ FAMILIES = [
             "mamba_d_state": 16,
             "time_step_limit": [0.0, 1.5],
         },
-        runs_on_gpu=False,
     ),
     Family(
         "mamba2",
@@ -299,7 +298,6 @@ FAMILIES = [
             "chunk_size": 32,
             "time_step_limit": [0.0, 1.5],
         },
-        runs_on_gpu=False,
         has_attention=False,
         not_supported="Mamba (the first)",
     ),

@@ -14,7 +14,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 """Integers of a hash wrap; numpy, which Triton's interpreter computes with, warns of that."""
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+SLOW = {"mamba2": pytest.mark.slow}
+"""Whose layers another family has, too."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=SLOW.get(each.name, ()), id=each.name) for each in FAMILIES],
+)
 def test_tokens_are_those_of_transformers(family: Family) -> None:
     """The tokens of the CPU, or a message that says what is missing."""
     settings = {"dtype": "float32", "num_kv_blocks": 16, "max_model_len": 40}

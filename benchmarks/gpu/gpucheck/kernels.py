@@ -18,7 +18,7 @@ from gpucheck.limits import BANDWIDTH, MATMUL
 from gpucheck.report import Budget, OutOfTime, Report, Row
 from gpucheck.timing import median_milliseconds, milliseconds_once, synchronize
 
-GROUPS = ("elementwise", "attention", "latents", "gemm", "inputs", "sampling")
+GROUPS = ("elementwise", "attention", "latents", "states", "gemm", "inputs", "sampling")
 """Modules of `cases`, each with a function `cases(place)`."""
 
 

@@ -125,11 +125,13 @@ class StateCache:
     [kernel_size - 1, num_channels], then the heads' matrices"""
 
     @classmethod
-    def empty(cls, num_blocks: int, spec: StateSpec) -> StateCache:
+    def empty(
+        cls, num_blocks: int, spec: StateSpec, device: torch.device | str = "cpu"
+    ) -> StateCache:
         """Blocks without a state."""
         return cls(
-            torch.full((num_blocks, STATE_PLACES), NOTHING),
-            torch.empty(num_blocks, STATE_PLACES, spec.num_values),
+            torch.full((num_blocks, STATE_PLACES), NOTHING, device=device),
+            torch.empty(num_blocks, STATE_PLACES, spec.num_values, device=device),
         )
 
     def read(self, step: StateStep) -> torch.Tensor:

@@ -47,9 +47,11 @@ from tokenmill.kernels.gpu.norm import (
 )
 from tokenmill.kernels.gpu.row_quantization import quantize_rows
 from tokenmill.kernels.linear import linear_float32
+from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpaceWeights
 from tokenmill.layers.experts import ExpertShape
 from tokenmill.layers.gpu_experts import GpuExperts, route
 from tokenmill.layers.gpu_parts import GpuParts
+from tokenmill.layers.gpu_states import GpuStateBuilder, GpuStateSpace
 from tokenmill.layers.linear_method import Activations, LinearMethod
 from tokenmill.layers.torch_rows import TorchRows
 from tokenmill.layers.weights import WeightSlot, empty_parameter, parameter_slot
@@ -117,6 +119,14 @@ class GpuKernels(TorchRows):
         self, logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return route(logits, routing, bias)
+
+    def state_builder(self, block_size: int, num_blocks: int) -> GpuStateBuilder:
+        return GpuStateBuilder(block_size)
+
+    def state_space(
+        self, shape: StateSpaceShape, weights: StateSpaceWeights, cache: StateCache
+    ) -> GpuStateSpace:
+        return GpuStateSpace(shape, weights, cache)
 
     def add_rms_norm(
         self,

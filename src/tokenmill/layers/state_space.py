@@ -12,7 +12,7 @@ from tokenmill.attention.backend import AttentionMetadataBuilder
 from tokenmill.attention.forward_context import get_attention_metadata
 from tokenmill.contracts.kv_cache import StateSpec
 from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpaceWeights
-from tokenmill.layers.kernels import LayerKernels, require_torch_path
+from tokenmill.layers.kernels import LayerKernels
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.linear_method import Activations
 from tokenmill.layers.state_steps import StateSpace
@@ -34,7 +34,6 @@ class Mamba2Mixer(nn.Module):
         kernels: LayerKernels,
     ) -> None:
         super().__init__()
-        require_torch_path(kernels, "A state-space layer")
         self.layer_name = layer_name
         self.shape = shape
         self.kernels = kernels

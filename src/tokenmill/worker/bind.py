@@ -65,7 +65,7 @@ def bind_attention(
             groups.append(
                 AttentionGroup(index, tuple(names), builder, graphs, spec.causal, *item_builders)
             )
-    return groups + bind_states(model, cache)
+    return groups + bind_states(model, cache, device)
 
 
 def _item_specs(
@@ -88,18 +88,21 @@ def _item_specs(
     return [of_items]
 
 
-def bind_states(model: CausalLM, cache: KVCacheConfig) -> list[AttentionGroup]:
+def bind_states(
+    model: CausalLM, cache: KVCacheConfig, device: torch.device
+) -> list[AttentionGroup]:
     """Give the layers that keep states their blocks; the groups that share metadata."""
     layers = state_layers(model)
     groups = []
     for index, group in enumerate(cache.groups):
         if isinstance(group.spec, StateSpec):
             for name in group.layer_names:
-                layers[name].bind(StateCache.empty(cache.num_state_blocks, group.spec))
+                states = StateCache.empty(cache.num_state_blocks, group.spec, device)
+                layers[name].bind(states)
             builder = layers[group.layer_names[0]].metadata_builder(
                 cache.block_size, cache.num_state_blocks
             )
-            groups.append(AttentionGroup(index, group.layer_names, builder))
+            groups.append(AttentionGroup(index, group.layer_names, builder, device.type == "cuda"))
     return groups
 
 

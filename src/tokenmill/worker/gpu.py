@@ -229,6 +229,8 @@ def _fit(
 
     A block takes `block_bytes`, those of the model that drafts included.
     """
+    if not planned.token_groups:  # states are all that is kept, and have their memory by now
+        return planned
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     room = free - step_bytes - GPU_RESERVE_BYTES
@@ -259,7 +261,7 @@ def _log_memory(config: EngineConfig, cache: KVCacheConfig, weights: int, step: 
         format_bytes(step),
         format_bytes(config.ledger.workspace),
         format_bytes(cache.num_blocks * cache.bytes_per_block),
-        cache.num_usable_tokens,
+        cache.num_usable_tokens if cache.token_groups else 0,
         format_bytes(free),
         format_bytes(total),
     )
