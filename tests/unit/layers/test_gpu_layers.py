@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tokenmill.checkpoint.checkpoint import RawTensor
+from tokenmill.errors import ConfigError
 from tokenmill.kernels.float8_rows import Float8Rows
 from tokenmill.layers.embedding import VocabEmbedding
 from tokenmill.layers.gpu import (
@@ -17,7 +18,7 @@ from tokenmill.layers.gpu import (
     Int4LinearMethod,
     WeightFormat,
 )
-from tokenmill.layers.kernels import LayerKernels
+from tokenmill.layers.kernels import LayerKernels, require_torch_path
 from tokenmill.layers.linear import Linear
 from tokenmill.layers.mlp import GatedMLP
 from tokenmill.layers.norm import LayerNorm, ResidualAdd, RMSNorm
@@ -294,3 +295,9 @@ def test_a_row_of_a_quantised_product_has_the_same_bits_in_any_batch(
     together = layer(x)
     for rows in (slice(0, 1), slice(7, 10), slice(20, 40)):
         assert torch.equal(layer(x[rows]), together[rows])
+
+
+def test_a_layer_without_a_kernel_is_refused() -> None:
+    require_torch_path(PlainKernels(), "A layer")
+    with pytest.raises(ConfigError, match=r"A layer has no kernel for a GPU.*device='cpu'"):
+        require_torch_path(GpuKernels(DEVICE, exact=False), "A layer")
