@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from helpers.live_server import InThread, LiveApp
+from helpers.live_server import InThread, LiveApp, end
 from tokenmill.config.route_args import RouteArgs
 from tokenmill.entrypoints.http.lifetime import make_uvicorn, until_listening
 from tokenmill.entrypoints.http.listener import bind
@@ -45,8 +45,8 @@ class LiveRouter(LiveApp):
             )
             for task in watching:
                 task.cancel()
-            server.should_exit = server.force_exit = True
-            await asyncio.gather(serving, *watching, return_exceptions=True)
+            await asyncio.gather(*watching, return_exceptions=True)
+            await end(server, serving)
             self.state.close()
 
 

@@ -132,6 +132,23 @@ class InThread:
         return f"http://127.0.0.1:{self.port}"
 
 
+async def end(server, serving):
+    """End a uvicorn server as it ends itself, but without its two pauses of 0.1 s: hundreds of
+    tests have servers of their own.
+    """
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    for each in server.servers:
+        each.close()
+    state = server.server_state
+    for connection in list(state.connections):
+        connection.shutdown()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.1):
+            while state.connections or state.tasks:
+                await asyncio.sleep(0.001)
+
+
 class LiveApp(InThread, Client):
     """What listens, with a client of its own."""
 
@@ -178,6 +195,5 @@ class LiveServer(LiveApp):
                 return_when=asyncio.FIRST_COMPLETED,
             )
             self.state.stop_active()
-            server.should_exit = server.force_exit = True
-            await serving
+            await end(server, serving)
             await self.state.responses.close()
