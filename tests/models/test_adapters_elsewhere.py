@@ -53,6 +53,7 @@ def check(
     """Every token has the log-probability that transformers has, and is its best one."""
     for output, adapter in zip(outputs, adapters, strict=True):
         (sequence,) = output.outputs
+        assert sequence.finish_reason == "length", sequence.error
         changed = base if adapter is None else merged(base, Path(adapter.path))
         ids, start = [*output.prompt_token_ids, *sequence.token_ids], len(output.prompt_token_ids)
         wanted = logprobs_of(changed, ids)[start - 1 : -1]
