@@ -22,7 +22,7 @@ from tokenmill.config.memory import StepShape, kv_bytes_per_token, workspace_byt
 from tokenmill.config.parameters import ModelParameters, read_parameters
 from tokenmill.config.quantization import held_weights
 from tokenmill.config.speculation import DraftModel, SpeculativeConfig
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from tokenmill.config.draft_model import DraftFiles
@@ -205,12 +205,18 @@ def _check_layout(
             f" model's vocabulary, whose rows have {target.hidden_size}: it is a head of another"
             f" model."
         )
-    width = shapes["fc.weight"][-1]
-    due = (NUM_AUX_LAYERS if found == "eagle3" else 2) * target.hidden_size
-    if width != due:
+    num_states = NUM_AUX_LAYERS if found == "eagle3" else 2
+    due = (config["hidden_size"], num_states * target.hidden_size)
+    if tuple(shapes["fc.weight"]) != due:
         raise ConfigError(
-            f"{given} reads {width} values a token, and needs {due} for hidden states of"
-            f" {target.hidden_size} values: it is a head of another model."
+            f"{given} has fc.weight {tuple(shapes['fc.weight'])}, which must be {due} for hidden"
+            f" states of {target.hidden_size} values: it is a head of another model."
+        )
+    rows = shapes.get("lm_head.weight", (target.vocab_size,))[:1]
+    if not rows or not 0 < rows[0] <= target.vocab_size:
+        raise ConfigError(
+            f"{given} has lm_head.weight {tuple(shapes['lm_head.weight'])}, which must have a row"
+            f" for each of its tokens, 1 to {target.vocab_size}."
         )
 
 
@@ -232,10 +238,10 @@ def _aux_layers(name: str, config: Mapping[str, Any], num_layers: int) -> tuple[
     if (
         not isinstance(chosen, Sequence)
         or len(chosen) != NUM_AUX_LAYERS
-        or not all(isinstance(each, int) and 0 <= each < num_layers for each in chosen)
+        or not all(type(each) is int and 0 <= each < num_layers for each in chosen)
     ):
         raise ConfigError(
-            f"speculative_config.model={name!r} reads the inputs of the layers {list(chosen)!r};"
+            f"speculative_config.model={name!r} reads the inputs of the layers {shown(chosen)};"
             f" they must be {NUM_AUX_LAYERS} of 0 to {num_layers - 1}, the model's own. Set {key}"
             f" in the head's config.json."
         )

@@ -81,7 +81,8 @@ def _target_ids(
             f" tensor d2t says which."
         )
     distances = checkpoint.tensor(names["d2t"])
-    if tuple(distances.shape) != (own_size,) or distances.is_floating_point():
+    is_integer = not (distances.is_floating_point() or distances.dtype == torch.bool)
+    if tuple(distances.shape) != (own_size,) or not is_integer:
         raise CheckpointError(
             f"{checkpoint.path}: d2t is {distances.dtype} {tuple(distances.shape)}, but must be"
             f" integers ({own_size},): a distance for each token of the head."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -28,8 +29,14 @@ HEAD = LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 512}
 SHAPES = {"embed": (1000, 64), "layers": (500, 1000)}
 
 
-def head(*, is_eagle3: bool = True, width: int | None = None, **changes: Any) -> DraftFiles:
-    """Files of a head; a change to None takes the key away."""
+def head(
+    *,
+    is_eagle3: bool = True,
+    width: int | None = None,
+    tensors: Mapping[str, tuple[int, ...]] | None = None,
+    **changes: Any,
+) -> DraftFiles:
+    """Files of a head, with `tensors` of other shapes; a change to None takes the key away."""
     width = width or (192 if is_eagle3 else 128)
     layer = "midlayer." if is_eagle3 else "layers.0."
     shapes: dict[str, tuple[int, ...]] = {
@@ -39,6 +46,7 @@ def head(*, is_eagle3: bool = True, width: int | None = None, **changes: Any) ->
     if is_eagle3:
         shapes |= {"midlayer.hidden_norm.weight": (64,), "lm_head.weight": (100, 64)}
         shapes |= {"d2t": (100,), "t2d": (1000,)}
+    shapes |= tensors or {}
     config = {key: value for key, value in (HEAD | changes).items() if value is not None}
     formats = {name: "I64" if name == "d2t" else "F32" for name in shapes}
     return DraftFiles("head", config, shapes, formats)
@@ -120,7 +128,12 @@ def test_a_config_that_nests_its_layer(outer: dict[str, Any], is_before: bool) -
     ("files", "message"),
     [
         (head(is_eagle3=False), r"model='h' is a head for .*method='eagle', not 'eagle3'"),
-        (head(width=128), r"reads 128 values a token, and needs 192"),
+        (head(width=128), r"fc.weight \(64, 128\), which must be \(64, 192\)"),
+        (head(tensors={"fc.weight": (1, 192)}), r"fc.weight \(1, 192\), which must be \(64, 192\)"),
+        (head(tensors={"fc.weight": ()}), r"fc.weight \(\), which must be"),
+        (head(tensors={"lm_head.weight": (0, 64)}), r"lm_head.weight \(0, 64\).* 1 to 1000"),
+        (head(tensors={"lm_head.weight": (1001, 64)}), r"lm_head.weight \(1001, 64\)"),
+        (head(tensors={"lm_head.weight": ()}), r"lm_head.weight \(\), which must have a row"),
         (head(num_hidden_layers=2), r"num_hidden_layers=2; heads of one layer are served"),
         (head(vocab_size=999), r"vocabulary of 999 tokens, but the model has 1000"),
         (
@@ -131,6 +144,8 @@ def test_a_config_that_nests_its_layer(outer: dict[str, Any], is_before: bool) -
         (head(eagle_config={"use_aux_hidden_state": False}), r"use_aux_hidden_state=false"),
         (head(eagle_aux_hidden_state_layer_ids=[1, 2]), r"layers \[1, 2\]; they must be 3 of"),
         (head(eagle_aux_hidden_state_layer_ids=[1, 2, 8]), r"\[1, 2, 8\]; .* 3 of 0 to 7"),
+        (head(eagle_aux_hidden_state_layer_ids=5), r"the layers 5; they must be 3 of 0 to 7"),
+        (head(eagle_aux_hidden_state_layer_ids=[1, 2, True]), r"layers \[1, 2, True\]; they must"),
         (
             DraftFiles("whole", LLAMA, SHAPES, dict.fromkeys(SHAPES, "F32")),
             r"is no draft head: .* fc.weight.*method='draft_model'",

@@ -83,6 +83,7 @@ def changed(**tensors: torch.Tensor | None) -> Tensors:
         (changed(d2t=None), r"knows 12 of 40 tokens, but no tensor d2t"),
         (changed(d2t=torch.zeros(11, dtype=torch.int64)), r"d2t is torch.int64 \(11,\).*\(12,\)"),
         (changed(d2t=torch.zeros(12)), r"d2t is torch.float32 \(12,\), but must be integers"),
+        (changed(d2t=torch.zeros(12, dtype=torch.bool)), r"d2t is torch.bool \(12,\), but must be"),
         (changed(d2t=torch.full((12,), 30)), r"d2t leads to tokens outside of 0 to 39"),
         (changed(d2t=torch.full((12,), -1)), r"d2t leads to tokens outside of 0 to 39"),
         (changed(norm__weight=None), r"1 missing: norm.weight"),
