@@ -18,13 +18,18 @@ from triton.runtime.jit import JITFunction
 from tokenmill.kernels.gpu import (
     activation,
     attention,
+    attention_config,
     attention_launch,
     inputs,
+    latent_attention,
+    latent_kv,
     norm,
     rope_kv,
     row_quantization,
+    state_space,
     tables,
 )
+from tokenmill.kernels.state_space import StateCache, StateSpaceShape, StateSpaceWeights
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, HIDDEN, INTERMEDIATE = 32, 8, 128, 4096, 14336
 
@@ -110,12 +115,56 @@ def launch_step(n: int) -> None:
             scale=0.1, exact=True,
         )  # fmt: skip
 
+    _launch_latents(n, block_table, seq_lens, query_start_loc)
+    _launch_states(n, block_table, seq_lens, query_start_loc)
+
     gate_up = torch.zeros(n, 2 * INTERMEDIATE, dtype=torch.bfloat16)
     out = torch.zeros(n, INTERMEDIATE, dtype=torch.bfloat16)
     activation.gated_activation(gate_up, "silu", out)
     activation.activation(out, "gelu_tanh", out)
     activation.gated_activation_quantize(
         gate_up, "silu", out.to(torch.float8_e4m3fn), torch.zeros(n)
+    )
+
+
+def _launch_latents(
+    n: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
+) -> None:
+    """The cache of latents, and attention to it; small ones compile sooner."""
+    longs, angles = torch.zeros(n, dtype=torch.int64), torch.zeros(64, 8)
+    cache = torch.zeros(2, 1, 16, 1, 80, dtype=torch.bfloat16)
+    query = torch.zeros(n, 4 * 80, dtype=torch.bfloat16)
+    latent_kv.rotate_and_write_latents(
+        query, query[:, :80], longs, angles, angles, cache, longs, torch.empty_like(query)
+    )
+    config = attention_config.choose_latent_config(torch.bfloat16)
+    size = latent_attention.latent_workspace_size(n, 4, 64, 4096, config=config)
+    latent_attention.latent_attention(
+        query, cache, block_table, seq_lens, query_start_loc,
+        torch.zeros(n, 4 * 64, dtype=torch.bfloat16), rotated=16, workspace=torch.zeros(size),
+        max_query_len=1, max_seq_len=4096, scale=0.1,
+    )  # fmt: skip
+
+
+def _launch_states(
+    n: int, block_table: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor
+) -> None:
+    """A small state-space layer."""
+    shape = StateSpaceShape(2, 16, 16, 1, 4, (0.0, float("inf")), 1e-5)
+    heads = torch.zeros(shape.num_heads)
+    channels = torch.zeros(shape.kernel_size, shape.num_channels)
+    weights = StateSpaceWeights(
+        channels, channels[0], heads, heads, heads, torch.zeros(shape.num_inner)
+    )
+    projected = torch.zeros(n, sum(shape.parts), dtype=torch.bfloat16)
+    state_space.state_space(
+        shape,
+        weights,
+        StateCache.empty(2, shape.spec),
+        (query_start_loc, seq_lens, block_table),
+        16,
+        projected,
+        projected.new_zeros(n, shape.num_inner),
     )
 
 

@@ -26,6 +26,6 @@ def test_every_batch_has_the_same_variants() -> None:
     assert batches[0] == {"n": 0}, "no rows, no launch"
     assert [batch.pop("n") for batch in batches[1:]] == [1, 2, 3, 16, 100, 128, 500]
     first, *others = batches[1:]
-    assert len(first) == 12, sorted(first)
+    assert len(first) == 15, sorted(first)
     for batch in others:
         assert batch == first
