@@ -76,7 +76,7 @@ class TestB111:
         with engine(dtype, enable_prefix_caching=False) as llm:
             assert results(llm.generate(*requests())) == alone(dtype)
 
-    @pytest.mark.parametrize("budget", [7, 16, 64])
+    @pytest.mark.parametrize("budget", [7, pytest.param(16, marks=pytest.mark.slow), 64])
     def test_in_chunks(self, dtype: str, budget: int) -> None:
         with engine(dtype, max_num_batched_tokens=budget, max_num_seqs=7) as llm:
             assert results(llm.generate(*requests())) == alone(dtype)
