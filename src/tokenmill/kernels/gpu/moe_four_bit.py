@@ -108,12 +108,14 @@ def _dequantize_mxfp4(codes: tl.tensor, exponents: tl.tensor) -> tl.tensor:
     """
     wide = codes.to(tl.uint16)
     bits = ((wide & 8) << 12) | ((wide & 7) << 6)
-    value = bits.to(tl.bfloat16, bitcast=True)
-    scale = (exponents.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)[:, None]
-    if IS_INTERPRETED:  # it has no arithmetic of bfloat16
-        result = (value.to(tl.float32) * _TWO_TO_126 * scale.to(tl.float32)).to(tl.bfloat16)
+    scale_bits = (exponents.to(tl.uint16) << 7)[:, None]
+    if IS_INTERPRETED:  # it has no arithmetic of bfloat16, and takes subnormal ones for 0
+        value = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        scale = (scale_bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        result = (value * _TWO_TO_126 * scale).to(tl.bfloat16)
     else:
-        result = value * _TWO_TO_126 * scale
+        value = bits.to(tl.bfloat16, bitcast=True)
+        result = value * _TWO_TO_126 * scale_bits.to(tl.bfloat16, bitcast=True)
     return result
 
 
