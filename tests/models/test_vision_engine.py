@@ -4,6 +4,7 @@ log-probabilities by its own processors, and the same bits however a request is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from helpers.models import model_config
 from helpers.vision_families import VISION_FAMILIES, VisionFamily
 from helpers.vision_models import (
     family_of,
@@ -25,8 +27,10 @@ from helpers.vision_models import (
 from tokenmill import LLM, SamplingParams
 from tokenmill.checkpoint.nested_config import is_of_tower
 from tokenmill.checkpoint.open import open_checkpoint
+from tokenmill.errors import InvalidRequestError
 from tokenmill.kernels import native
-from tokenmill.models.loader import tensor_shapes
+from tokenmill.models.loader import load_model, tensor_shapes, weight_slots
+from tokenmill.models.refill import Refill
 from tokenmill.quantization.pack_checkpoint import pack_checkpoint
 
 MAX_TOKENS = 8
@@ -158,6 +162,33 @@ def test_the_same_tokens_after_preemption(family: VisionFamily) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == [
         output.outputs[0].token_ids for output in wanted
     ]
+
+
+@over_families
+def test_a_model_that_takes_no_images_has_no_tower(family: VisionFamily) -> None:
+    checkpoint = open_checkpoint(saved(family.name))
+    config = replace(model_config(checkpoint.config, "float32"), takes_images=False)
+    model = load_model(config, checkpoint)
+    assert isinstance(model, torch.nn.Module)
+    of_decoder = {name for name in tensor_shapes(checkpoint.config) if not is_of_tower(name)}
+    assert {slot.name for slot in weight_slots(model)} == of_decoder
+    Refill(model, config, checkpoint.tensor_formats).from_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-vl"])
+def test_text_is_the_same_without_a_tower(name: str) -> None:
+    family = family_of(name)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1)
+    text, image = prompts(family)[2], prompts(family)[0]
+    answers = []
+    for limit in (0, 2):
+        with engine(family, "bfloat16", limit_mm_per_prompt={"image": limit}) as llm:
+            (output,) = llm.generate(text, params, use_tqdm=False)
+            answers.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+            if not limit:
+                with pytest.raises(InvalidRequestError, match="limit_mm_per_prompt"):
+                    llm.generate(image, params, use_tqdm=False)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "smolvlm"])

@@ -49,7 +49,7 @@ _RENAMED = (
 """Beginnings of names, and what they become; the first that fits."""
 
 
-_TOWERS = (
+TOWERS = (
     "vision_tower.",
     "vision_model.",
     "visual.",
@@ -57,13 +57,14 @@ _TOWERS = (
     "connector.",
     "image_newline",
 )
+"""Beginnings of the names of what is no part of the decoder."""
 
 
 def is_of_tower(name: str) -> bool:
     """Whether a tensor or a module, by the names of this file, is no part of the decoder: it keeps
     its format where weights are quantised, and adapters do not change it.
     """
-    return name.startswith(_TOWERS)
+    return name.startswith(TOWERS)
 
 
 def has_vision_tower(config: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenmill.config.draft_head import is_head, resolve_head
+from tokenmill.config.encoder import read_tensors
 from tokenmill.config.engine_config import MemoryLedger
 from tokenmill.config.kv_layout import KVLayout
 from tokenmill.config.memory import StepShape, kv_bytes_per_token, workspace_bytes
@@ -60,6 +61,7 @@ def resolve_draft(
     check_draft(speculation.model, parameters, target)
     own, shapes = _share(speculation.model, files, parameters, parallel)
     device = "cuda" if kernels == "triton" else "cpu"
+    shapes = read_tensors(shapes, files.config, takes_images=False)
     tensors = shapes, files.tensor_formats
     weights = held_weights(*tensors, speculation.quantization, device, dtype, kernels)
     check_quantized_parts(weights.quantization, own, parallel)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tokenmill.checkpoint.nested_config import has_vision_tower
+from tokenmill.checkpoint.nested_config import has_vision_tower, is_of_tower
 from tokenmill.config.argument_types import at_least
 from tokenmill.config.dtypes import DTYPE_BYTES
 from tokenmill.config.engine_args import EngineArgs
@@ -26,7 +26,7 @@ _RUNS_SEEN_WHOLE = {"Gemma3ForConditionalGeneration": ("mm_tokens_per_image", 25
 def undivided_tokens(args: EngineArgs, hf_config: Mapping[str, Any]) -> int:
     """Tokens of an item that a step has to take together; 0 where prompts may be cut anywhere."""
     read = _RUNS_SEEN_WHOLE.get(hf_config["architectures"][0])
-    return 0 if read is None or _takes_none(args) else positive_int(hf_config, *read)
+    return 0 if read is None or not takes_images(args) else positive_int(hf_config, *read)
 
 
 def resolve_encoder(
@@ -39,7 +39,7 @@ def resolve_encoder(
     """The settings for a model with a tower beside its decoder; None for others, and where images
     are switched off. Raises `ConfigError` that names the setting.
     """
-    if implementation != "tokenmill" or not has_vision_tower(hf_config) or _takes_none(args):
+    if implementation != "tokenmill" or not has_vision_tower(hf_config) or not takes_images(args):
         return None
     most, size = args.max_num_encoder_input_tokens, args.encoder_cache_size
     if most is None:
@@ -54,8 +54,18 @@ def resolve_encoder(
     )
 
 
-def _takes_none(args: EngineArgs) -> bool:
-    return args.limit_mm_per_prompt.get("image") == 0
+def takes_images(args: EngineArgs) -> bool:
+    """Whether prompts may hold images, if the model takes any."""
+    return args.limit_mm_per_prompt.get("image") != 0
+
+
+def read_tensors(
+    shapes: Mapping[str, tuple[int, ...]], hf_config: Mapping[str, Any], *, takes_images: bool
+) -> Mapping[str, tuple[int, ...]]:
+    """Those of a checkpoint's tensors that are read: without a tower where no images come."""
+    if takes_images or not has_vision_tower(hf_config):
+        return shapes
+    return {name: shape for name, shape in shapes.items() if not is_of_tower(name)}
 
 
 def with_encoder(

@@ -68,6 +68,8 @@ class ModelConfig:
     """None for a model that generates."""
     implementation: str = "tokenmill"
     """Whose code it runs on: `tokenmill`, or `transformers`."""
+    takes_images: bool = True
+    """Whether a tower beside the decoder is loaded, if the model has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tokenmill.checkpoint.checkpoint import PACKED_PREFIX
 from tokenmill.config.argument_types import one_of
 from tokenmill.config.device import NATIVE_KERNELS, keeps_blocks
+from tokenmill.config.encoder import read_tensors
 from tokenmill.config.memory import Weights
 from tokenmill.errors import ConfigError
 
@@ -83,6 +84,8 @@ def weights_of(
     config: EngineConfig, shapes: Mapping[str, tuple[int, ...]], formats: Mapping[str, str]
 ) -> Weights:
     """A checkpoint's tensors as an engine of these settings holds them."""
+    model = config.model
+    shapes = read_tensors(shapes, model.hf_config, takes_images=model.takes_images)
     return held_weights(
         shapes, formats, config.quantization, config.device, config.model.dtype, config.kernels
     )

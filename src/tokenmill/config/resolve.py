@@ -25,7 +25,7 @@ from tokenmill.config.device import (
 from tokenmill.config.draft_head import check_target
 from tokenmill.config.draft_model import DraftFiles, beside_draft, resolve_draft, with_draft
 from tokenmill.config.dtypes import canonical_dtype
-from tokenmill.config.encoder import resolve_encoder, with_encoder
+from tokenmill.config.encoder import read_tensors, resolve_encoder, takes_images, with_encoder
 from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import (
     LOGPROBS_MODES,
@@ -85,7 +85,7 @@ def resolve(
     pooling, parameters, speculation, args = _kind(args, hf_config, path, implementation)
     device = _device(args, machine, choices)
     parallel = resolve_parallel(args, hf_config, parameters, implementation, device)
-    rank = rank_share(parallel, machine, parameters, tensor_shapes)
+    rank = rank_share(parallel, machine, parameters, _read(args, hf_config, tensor_shapes))
     machine, parameters, tensor_shapes = rank.machine, rank.parameters, rank.tensor_shapes
     defaults = DEFAULTS[device]
     dtype = _dtype(args, device, choices)
@@ -153,6 +153,12 @@ def _kind(
     speculation, args = resolve_speculation(args, parameters, pools=pooling is not None)
     check_target(args, speculation, parameters, implementation)
     return pooling, parameters, speculation, args
+
+
+def _read(
+    args: EngineArgs, hf_config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, tuple[int, ...]]:
+    return read_tensors(shapes, hf_config, takes_images=takes_images(args))
 
 
 def _sampling(args: EngineArgs) -> SamplingConfig:
@@ -274,6 +280,7 @@ def _model(
         max_model_len=max_model_len,
         vocab_size=parameters.vocab_size,
         pooling=pooling,
+        takes_images=takes_images(args),
     )
 
 

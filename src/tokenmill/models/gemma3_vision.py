@@ -86,6 +86,5 @@ class Gemma3ForConditionalGeneration(VisionLanguageModel, GemmaDecoder):
         (image,) = pixel_values(inputs)
         return self.multi_modal_projector(self.vision_tower(image))  # type: ignore[no-any-return]
 
-    @property
-    def unused_prefixes(self) -> tuple[str, ...]:
+    def unused_in_tower(self) -> tuple[str, ...]:
         return self.vision_tower.unused_prefixes("vision_tower")

@@ -59,6 +59,5 @@ class Idefics3ForConditionalGeneration(VisionLanguageModel):
         embedded = [self.connector(self.vision_model(tile), columns) for tile in tiles]
         return torch.cat(embedded)
 
-    @property
-    def unused_prefixes(self) -> tuple[str, ...]:
+    def unused_in_tower(self) -> tuple[str, ...]:
         return self.vision_model.unused_prefixes("vision_model")

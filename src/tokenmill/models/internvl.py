@@ -75,6 +75,5 @@ class InternVLForConditionalGeneration(VisionLanguageModel):
         states = self.vision_tower(tile)[1:]
         return self.multi_modal_projector.merge(states, self.vision_tower.embeddings.side)
 
-    @property
-    def unused_prefixes(self) -> tuple[str, ...]:
+    def unused_in_tower(self) -> tuple[str, ...]:
         return self.vision_tower.unused_prefixes("vision_tower")

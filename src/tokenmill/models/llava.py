@@ -64,8 +64,7 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
         states = self.vision_tower(image)[int(self.drops_first) :]
         return self.multi_modal_projector(states.to(self.dtype))  # type: ignore[no-any-return]
 
-    @property
-    def unused_prefixes(self) -> tuple[str, ...]:
+    def unused_in_tower(self) -> tuple[str, ...]:
         return self.vision_tower.unused_prefixes("vision_tower")
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tokenmill.checkpoint.checkpoint import Checkpoint
-from tokenmill.checkpoint.nested_config import is_of_tower
+from tokenmill.checkpoint.nested_config import has_vision_tower, is_of_tower
 from tokenmill.checkpoint.read_ahead import ReadAhead
 from tokenmill.config.engine_config import ModelConfig
 from tokenmill.config.parameters import read_parameters
@@ -71,14 +71,13 @@ def load_model(
     )
     dtype = getattr(torch, model_config.dtype)
     kernels = kernels or layer_kernels(dtype)
-    some = {} if layers is None else {"layers": layers}
     with kernels.device:
         model = family(
             hf_config,
             dtype=dtype,
             max_model_len=model_config.max_model_len,
             kernels=kernels,
-            **some,
+            **_of_some_families(model_config, layers),
         )
     assert isinstance(model, nn.Module)
     sizes = read_parameters(hf_config)
@@ -97,6 +96,14 @@ def load_model(
     fill(slots, checkpoint, on_progress)
     model.eval()
     return model
+
+
+def _of_some_families(model_config: ModelConfig, layers: range | None) -> dict[str, Any]:
+    """Arguments that families take whose layers can be on several ranks, or that have a tower."""
+    settings: dict[str, Any] = {} if layers is None else {"layers": layers}
+    if has_vision_tower(model_config.hf_config):
+        settings["takes_images"] = model_config.takes_images
+    return settings
 
 
 def _own_slots(model: nn.Module, prefix: str, layers: range | None) -> list[WeightSlot]:

@@ -75,6 +75,5 @@ class Mistral3ForConditionalGeneration(VisionLanguageModel):
         columns = image.shape[-1] // self.vision_tower.patch_size
         return self.multi_modal_projector.merge(self.vision_tower(image), columns)
 
-    @property
-    def unused_prefixes(self) -> tuple[str, ...]:
+    def unused_in_tower(self) -> tuple[str, ...]:
         return self.vision_tower.unused_prefixes("vision_tower")

@@ -47,7 +47,7 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
         """As of any decoder; `inputs_embeds` may be [num_tokens, hidden_size * (1 + levels)], with
         zeros behind the embeddings of text.
         """
-        size = self.visual.config.out_size
+        size = self.hidden_size
         if inputs_embeds is None or inputs_embeds.shape[1] == size:
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
         num_parts = inputs_embeds.shape[1] // size

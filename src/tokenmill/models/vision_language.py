@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from tokenmill.checkpoint.nested_config import DECODER_ARCHITECTURE
+from tokenmill.checkpoint.nested_config import DECODER_ARCHITECTURE, TOWERS
+from tokenmill.config.parameters import positive_int
 from tokenmill.contracts.request import MultiModalFeature
 from tokenmill.errors import ConfigError
 from tokenmill.layers.kernels import LayerKernels, layer_kernels, tower_kernels
@@ -35,11 +36,18 @@ class VisionLanguageModel(Decoder):
         *,
         dtype: torch.dtype,
         kernels: LayerKernels | None = None,
+        takes_images: bool = True,
         **settings: Any,
     ) -> None:
-        """Parameters are allocated, not filled; `settings` are those of `Decoder`."""
+        """Parameters are allocated, not filled; `settings` are those of `Decoder`. A model that is
+        to take no images has no tower.
+        """
         kernels = kernels or layer_kernels(dtype)
         super().__init__(hf_config, dtype=dtype, kernels=kernels, **settings)
+        self.hidden_size = positive_int(hf_config, "hidden_size")
+        self._has_tower = takes_images
+        if not takes_images:
+            return
         # Other stages of a pipeline encode nothing, but know what the tower makes of an image.
         with nullcontext() if self.model.is_first_rank else EmptyTensorsOnMeta():
             self.add_tower(hf_config, TowerParts(dtype, tower_kernels(kernels, dtype)))
@@ -63,6 +71,10 @@ class VisionLanguageModel(Decoder):
     @property
     def unused_prefixes(self) -> tuple[str, ...]:
         """Beginnings of tensors' names that a checkpoint may have beyond what is read."""
+        return self.unused_in_tower() if self._has_tower else TOWERS
+
+    def unused_in_tower(self) -> tuple[str, ...]:
+        """`unused_prefixes` beside a tower."""
         return ()
 
     def encode(self, modality: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -90,6 +90,7 @@ def config_of_draft(config: EngineConfig) -> EngineConfig:
             dtype=draft.dtype,
             max_model_len=draft.max_model_len,
             vocab_size=draft.vocab_size,
+            takes_images=False,
         ),
         cache=dataclasses.replace(config.cache, dtype=draft.dtype),
         quantization=draft.quantization,

@@ -10,6 +10,7 @@ from tokenmill.config.engine_args import EngineArgs
 from tokenmill.config.engine_config import EncoderConfig, EngineConfig
 from tokenmill.config.machine import Accelerator, Machine
 from tokenmill.config.memory import render
+from tokenmill.config.quantization import weights_of
 from tokenmill.config.resolve import resolve
 from tokenmill.errors import ConfigError
 
@@ -80,6 +81,14 @@ def test_where_no_images_come_nothing_is_kept_for_them(settings: dict[str, Any])
     config = resolved(**settings)
     assert config.encoder is None
     assert config.ledger.encoder_cache == 0
+
+
+def test_where_no_images_come_a_tower_takes_no_memory() -> None:
+    beside, alone = DECODER | TOWER, DECODER
+    off = resolved(beside, limit_mm_per_prompt={"image": 0})
+    assert off.ledger.weights == resolved(alone).ledger.weights < resolved(beside).ledger.weights
+    formats = dict.fromkeys(beside, "BF16")
+    assert weights_of(off, beside, formats).num_bytes == off.ledger.weights
 
 
 @pytest.mark.parametrize("name", ["max_num_encoder_input_tokens", "encoder_cache_size"])
