@@ -150,15 +150,15 @@ def _same_bits(shape: Shape, device: str, budget: Budget, what: Load) -> Iterato
         budget.check(5.0)
         with engine(shape, device, **(settings | changed), exact=True) as llm:
             yield _row(shape, way, alone, *_run(llm, requests), cause=cause)
+    budget.check(5.0)
+    with engine(shape, device, **settings, exact=False) as llm:
+        yield _row(shape, "not in exact mode", alone, *_run(llm, requests), is_promised=False)
     with tempfile.TemporaryDirectory(prefix="gpucheck-") as directory:
         budget.check(5.0)
         write_draft(Path(directory), shape.vocab_size)
         drafting = {"model": directory, "num_speculative_tokens": 3, "adaptive": False}
         with engine(shape, device, **settings, exact=True, speculative_config=drafting) as llm:
             yield _row(shape, "drafted for", alone, *_run(llm, requests), cause="drafted")
-    budget.check(5.0)
-    with engine(shape, device, **settings, exact=False) as llm:
-        yield _row(shape, "not in exact mode", alone, *_run(llm, requests), is_promised=False)
 
 
 def _variants(what: Load, block_size: int) -> Iterator[tuple[str, dict[str, Any], str | None]]:

@@ -18,8 +18,8 @@ from gpucheck.limits import BANDWIDTH, MATMUL
 from gpucheck.report import Budget, OutOfTime, Report, Row
 from gpucheck.timing import median_milliseconds, milliseconds_once, synchronize
 
-GROUPS = ("elementwise", "attention", "latents", "states", "gemm", "inputs", "sampling")
-"""Modules of `cases`, each with a function `cases(place)`."""
+GROUPS = ("elementwise", "attention", "gemm", "inputs", "sampling", "moe", "latents", "states")
+"""Modules of `cases`, each with a function `cases(place)`; the newest last, if time runs out."""
 
 
 def run(device: str, report: Report, budget: Budget, *, quick: bool) -> Iterator[Row]:

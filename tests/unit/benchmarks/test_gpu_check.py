@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,9 +55,9 @@ def results(tmp_path_factory) -> Path:
 
 def test_every_part_runs_and_every_check_holds(results):
     found = json.loads(results.read_text())
-    assert {part: state["status"] for part, state in found["parts"].items()} == dict.fromkeys(
-        ("limits", "kernels", "exact", "families", "decode", "prefill"), "done"
-    )
+    assert [(part, state["status"]) for part, state in found["parts"].items()] == [
+        (part, "done") for part in ("limits", "kernels", "exact", "decode", "prefill", "families")
+    ]
     checked = [row for row in found["rows"] if row["ok"] is not None]
     assert len(checked) > 30
     assert all(row["ok"] for row in checked)
@@ -83,9 +84,9 @@ def test_markdown_has_a_table_for_each_part(results):
         "Limits",
         "Kernels",
         "Exact",
-        "Families",
         "Decode",
         "Prefill",
+        "Families",
         "Kernels of a step: tiny, 1",
     ):
         assert f"### {heading}\n\n| " in done.stdout
@@ -210,6 +211,30 @@ def test_parts_in_processes_of_their_own_leave_what_they_found(tmp_path):
     done_flops = prefill["figures"]["TFLOP/s"]
     assert prefill["share"] == pytest.approx(done_flops / limits["bf16 matmul"])
     assert prefill["figures"]["first token ms"] == prefill["ms"]
+
+
+@pytest.mark.parametrize(
+    ("overrun", "num_started"), [(0.0, 6), (20.0, 5)], ids=["in time", "all hang"]
+)
+def test_a_run_ends_in_time_whatever_its_parts_do(overrun, num_started, monkeypatch):
+    """Each part takes all that it may, or is ended; where these overrun, the last is left out."""
+    import check
+    from gpucheck import report
+
+    now, started = [0.0], []
+
+    def end_of(command, seconds):
+        now[0] += seconds - check.GRACE_SECONDS + overrun
+        started.append(command[command.index("--only") + 1])
+        return ""
+
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(check, "end_of", end_of)
+    check.main(["--device", "cpu", "--isolate"])
+    assert started == list(check.SECONDS)[:num_started]
+    assert now[0] <= check.TOTAL_SECONDS
+    if not overrun:
+        assert now[0] == sum(check.SECONDS.values()), "none got less than its own time"
 
 
 def test_a_process_that_dies_or_hangs_is_reported(tmp_path):

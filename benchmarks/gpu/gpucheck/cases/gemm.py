@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gpucheck.cases import lora, moe
+from gpucheck.cases import lora
 from gpucheck.cases.case import MANY_ROUNDED, ROUNDED, Case, Place, Result
 
 WEIGHTS = {"qkv": (6_144, 4_096), "o": (4_096, 4_096), "gate up": (28_672, 4_096),
@@ -45,7 +45,6 @@ def cases(place: Place) -> Iterator[Case]:
                 weight = SMALL_WEIGHTS[name] if place.small else WEIGHTS[name]
                 yield _matmul_int4(place, name, num_rows, *weight, group_size)
     yield from lora.cases(place)
-    yield from moe.cases(place)
 
 
 def _matmul_exact(place: Place, name: str, num_rows: int, num_columns: int, depth: int) -> Case:
