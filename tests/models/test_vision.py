@@ -268,6 +268,8 @@ def edited(tmp_path: Path, name: str, **changes: object) -> Path:
         ("internvl", {"vision_feature_layer": [1, 2]}, "must be one of the tower's layers"),
         ("internvl", {"vision_feature_select_strategy": "full"}, "strategy 'default'"),
         ("internvl", {"downsample_ratio": 0.3}, "squares of 3"),
+        ("internvl", {"downsample_ratio": 0}, "squares of 0"),
+        ("internvl", {"downsample_ratio": "x"}, "downsample_ratio is 'x', but must be a finite"),
         ("internvl", {"vision_config": {"norm_type": "batch"}}, "norm_type='batch'"),
         ("internvl", {"vision_config": {"image_size": [28, 35]}}, "image_size"),
         ("gemma3", {"mm_tokens_per_image": 8}, "mm_tokens_per_image=8 must be a square"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tokenmill.config.parameters import positive_int
+from tokenmill.config.parameters import number, positive_int
 from tokenmill.errors import ConfigError
 from tokenmill.models.llava import drops_first
 from tokenmill.models.vision.blocks import TowerMLP, TowerParts, kept_layers
@@ -26,7 +26,8 @@ class InternVLProjector(TowerMLP):
 
     def __init__(self, hf_config: Mapping[str, Any], parts: TowerParts, side: int) -> None:
         """`side` are the patches of an edge. Raises `ConfigError` if squares do not fill it."""
-        self.merge_size = int(1 / hf_config.get("downsample_ratio", 0.5))
+        ratio = number(hf_config, "downsample_ratio", 0.5)
+        self.merge_size = int(1 / ratio) if ratio > 0 else 0
         if not self.merge_size or side % self.merge_size:
             raise ConfigError(
                 f"config.json: a tile has {side} patches an edge, which squares of"

@@ -248,6 +248,7 @@ def test_how_many_tokens_images_of_any_shape_have(name: str) -> None:
         ({"image_grid_pinpoints": [[30, 61]]}, "multiples of the tower's 30"),
         ({"image_grid_pinpoints": [[30, 60], 3]}, "must list heights and widths"),
         ({"image_grid_pinpoints": [[30, -60]]}, "must list heights and widths"),
+        ({"image_grid_pinpoints": 30}, "must list heights and widths"),
     ],
     ids=str,
 )

@@ -175,7 +175,8 @@ def _best_resolution(width: int, height: int, resolutions: Sequence[Size]) -> Si
 def _resolutions(config: Mapping[str, Any], hf_config: Mapping[str, Any], tile: int) -> list[Size]:
     """Raises `ConfigError` for what are no sizes of whole tiles."""
     listed = config.get("image_grid_pinpoints") or hf_config["image_grid_pinpoints"]
-    sizes = [tuple(map(edge_size, each)) for each in listed if isinstance(each, list | tuple)]
+    each_of = listed if isinstance(listed, list | tuple) else ()
+    sizes = [tuple(map(edge_size, each)) for each in each_of if isinstance(each, list | tuple)]
     good = [(size[0], size[1]) for size in sizes if len(size) == 2 and size[0] and size[1]]
     if not good or len(good) != len(listed) or any(edge % tile for size in good for edge in size):
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tokenmill.config.parameters import positive_int
+from tokenmill.config.parameters import number, positive_int
 from tokenmill.errors import ConfigError, InvalidRequestError, shown
 from tokenmill.features.multimodal.processing import (
     ProcessedImage,
@@ -58,7 +58,7 @@ class InternVLImageProcessor:
                 f" takes {self._tile} x {self._tile} pixels."
             )
         side = self._tile // positive_int(vision, "patch_size")
-        self._tile_tokens = int(side * files.hf_config.get("downsample_ratio", 0.5)) ** 2
+        self._tile_tokens = int(side * number(files.hf_config, "downsample_ratio", 0.5)) ** 2
         self._least = positive_int(config, "min_patches", 1)
         self._most = positive_int(config, "max_patches", 12)
         self._values = channel_values(config, CLIP_MEAN, CLIP_STD)
