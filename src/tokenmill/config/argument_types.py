@@ -37,13 +37,16 @@ _KINDS = {
 def of_type(name: str, value: object, annotation: Any) -> Any:
     """`value` of the setting `name` as its annotation has it: `str`, `int | None`, `dict[...]`, ...
 
-    numpy's numbers and paths are taken for what they stand for. Raises `ConfigError` for others.
+    numpy's numbers and paths are taken for what they stand for, and None for a dict without keys,
+    as vLLM has it. Raises `ConfigError` for others.
     """
     options = [get_origin(each) or each for each in get_args(annotation)]
     optional = NoneType in options
     if optional and value is None:
         return None
     expected = options[0] if optional else get_origin(annotation) or annotation
+    if expected is dict and value is None:
+        return {}
     kind = _KINDS[expected]
     if isinstance(value, kind.accepted) and (expected is bool or not isinstance(value, bool)):
         return kind.convert(value)

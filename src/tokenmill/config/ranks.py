@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from tokenmill.checkpoint.nested_config import (
@@ -224,10 +224,11 @@ def _check_sizes(
         sizes["moe_intermediate_size"] = int(hf_config["moe_intermediate_size"])
     for name, size in sizes.items():
         if size % tp_size:
-            fitting = ", ".join(str(n) for n in range(1, tp_size) if not size % n)
+            common = gcd(*sizes.values())
+            fitting = ", ".join(str(n) for n in range(1, common + 1) if not common % n)
             raise ConfigError(
-                f"tensor_parallel_size={tp_size} must divide the model's {name}={size}; smaller"
-                f" ones that do: {fitting}."
+                f"tensor_parallel_size={tp_size} must divide the model's {name}={size}; those that"
+                f" divide all of its sizes: {fitting}."
             )
     num_kv_heads = parameters.num_kv_heads
     if num_kv_heads % tp_size and tp_size % num_kv_heads:

@@ -170,7 +170,10 @@ def test_every_setting_is_a_flag_with_its_text(command, absent):
     [
         (("generate", "a", "--temprature", "1"), "Did you mean --temperature?"),
         (("chat", "a", "--max-model-length", "1"), "Did you mean --max-model-len?"),
-        (("chat", "a-model", "Hi?"), "fewer arguments: 'Hi?' would be unused. See --help."),
+        (
+            ("chat", "a-model", "Hi?"),
+            "'Hi?' would be unused. See --help; where a command runs a model, --model",
+        ),
         (("generat",), 'Did you mean "generate"?'),
         (("generat", "--help"), 'Did you mean "generate"?'),
         (("generate", "a", "--max-tokens", "many"), 'unable to convert "many" into int'),

@@ -69,8 +69,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"tensor_parallel_size": 3},
-        "tensor_parallel_size=3 must divide the model's num_attention_heads=8; smaller ones that"
-        " do: 1, 2",
+        "tensor_parallel_size=3 must divide the model's num_attention_heads=8; those that"
+        " divide all of its sizes: 1, 2, 4, 8",
     ),
     (
         {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 516},

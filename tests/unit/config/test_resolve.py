@@ -82,7 +82,7 @@ def test_everything_left_open_is_settled_with_a_reason() -> None:
         ("enable_prefix_caching", "no", "True or False"),
         ("dtype", None, "a string"),
         ("hf_overrides", "{}", "a dict"),
-        ("override_generation_config", None, "a dict"),
+        ("override_generation_config", [], "a dict"),
         ("seed", [1], "an integer"),
     ],
 )

@@ -55,6 +55,7 @@ def read(**settings: Any) -> SpeculativeConfig | None:
 
 def test_without_settings_there_is_none() -> None:
     assert read() is None
+    assert read(speculative_config=None) is None
     config = resolved()
     assert config.speculation is None
     assert config.num_speculative_tokens == 0

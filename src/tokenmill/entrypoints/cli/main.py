@@ -77,7 +77,10 @@ def run(arguments: Sequence[str], build_llm: BuildLLM = build_llm) -> int:
         return exit_code
     except UnusedCliTokensError as error:
         left = " ".join(map(repr, error.unused_tokens or ()))
-        why = f"the command takes fewer arguments: {left} would be unused. See --help."
+        why = (
+            f"the command takes fewer arguments: {left} would be unused. See --help; where a"
+            " command runs a model, --model names it."
+        )
         return _report(ConfigError(why), EXIT_USAGE)
     except (CycloptsError, InvalidRequestError, ConfigError) as error:
         return _report(error, EXIT_USAGE)
