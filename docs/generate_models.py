@@ -72,7 +72,7 @@ A tower makes embeddings of an image, and a decoder, one of the families above, 
 """
 
 VISION_TAIL = """
-Text alone runs as on the decoder alone, at its speed: steps are recorded, and `--quantization`, quantised checkpoints, `tokenmill quantize` and adapters change the decoder. The tower keeps the model's dtype. An image is encoded by itself, when a step first reaches it, so its embeddings depend on nothing else; the tower's matrices and attention run on the native kernels. On a GPU the tower runs in torch, which no real GPU has tried yet ([images.md](images.md#in-the-engine)). These models are not divided among ranks. Where an image's tokens see each other in both directions (Gemma 3), a step has all of them ([record 34](adr/0034-images-that-see-themselves.md)).
+Text alone runs as on the decoder alone, at its speed: steps are recorded, and `--quantization`, quantised checkpoints, `tokenmill quantize` and adapters change the decoder. The tower keeps the model's dtype. An image is encoded by itself, when a step first reaches it, so its embeddings depend on nothing else; the tower's matrices and attention run on the native kernels. On a GPU the tower runs in torch, which no real GPU has tried yet ([images.md](images.md#in-the-engine)). In several processes, every rank of the first stage has the whole tower ([parallel.md](parallel.md#what-is-divided)). Where an image's tokens see each other in both directions (Gemma 3), a step has all of them ([record 34](adr/0034-images-that-see-themselves.md)).
 """
 
 
