@@ -115,7 +115,10 @@ def resolve_head(
             f" on a GPU take method='draft_model' or 'ngram', or device='cpu'."
         )
     config = {"max_position_embeddings": target.max_context, **head_config(files.config)}
-    parameters = read_parameters(config)
+    try:
+        parameters = read_parameters(config)
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config.model={speculation.model!r}: {error}") from error
     shapes = {canonical_name(name): shape for name, shape in files.tensor_shapes.items()}
     formats = {canonical_name(name): format_ for name, format_ in files.tensor_formats.items()}
     _check_layout(speculation, config, shapes, target)

@@ -135,6 +135,7 @@ def test_a_config_that_nests_its_layer(outer: dict[str, Any], is_before: bool) -
         (head(tensors={"lm_head.weight": (1001, 64)}), r"lm_head.weight \(1001, 64\)"),
         (head(tensors={"lm_head.weight": ()}), r"lm_head.weight \(\), which must have a row"),
         (head(num_hidden_layers=2), r"num_hidden_layers=2; heads of one layer are served"),
+        (head(num_attention_heads=None), r"model='h': .*num_attention_heads is None"),
         (head(vocab_size=999), r"vocabulary of 999 tokens, but the model has 1000"),
         (
             head(hidden_size=32),
