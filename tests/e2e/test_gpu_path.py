@@ -147,7 +147,12 @@ def test_a_warm_engine_gives_the_same(tiny_llama, alone):
     The padding of a blank step is whatever lies in memory; numpy warns of that.
     """
     engine = gpu_engine(
-        tiny_llama, dtype="float32", num_kv_blocks=16, max_model_len=20, max_num_seqs=2
+        tiny_llama,
+        dtype="float32",
+        num_kv_blocks=16,
+        max_model_len=20,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
     )
     runner_of(engine).warm_up()
     outputs = generate(engine, PROMPTS[:1], PARAMS[:1])

@@ -10,6 +10,8 @@ from tokenmill.worker.rows import RowTable
 
 LOGITS_SLAB = 64
 """Rows of logits computed at once: log-probabilities of a long prompt need no more memory."""
+LONG_STEP = 1024
+"""Tokens of a step that is not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,14 @@ class RunnerLimits:
         return RowTable(self.max_num_seqs, self.max_model_len, self.block_size, num_kv_groups)
 
     @property
-    def nums_reqs_of_variants(self) -> list[int]:
-        """Numbers of requests, each with one token, that together need every kernel of such steps:
-        those of products go by powers of two.
+    def steps_of_variants(self) -> list[BatchShape]:
+        """Steps that together need every kernel that recorded ones and the largest do not: those of
+        products go by powers of two.
         """
-        powers = {1 << power for power in range(self.max_num_seqs.bit_length())}
-        return sorted({*powers, self.max_num_seqs})
+        seqs, most = self.max_num_seqs, self.max_num_batched_tokens
+        powers = [1 << power for power in range(most.bit_length())]
+        nums_reqs = [*(power for power in powers if power < seqs), seqs]
+        return [
+            *(BatchShape(num_reqs, num_reqs, 1, 1) for num_reqs in nums_reqs),
+            *(BatchShape(size, 1, size, 1) for size in powers if LONG_STEP <= size < most),
+        ]

@@ -159,8 +159,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compile what a step may need besides a recorded one, so that no request waits for it."""
         self._inputs.warm_up()
-        for num_reqs in self.limits.nums_reqs_of_variants:
-            self.run_blank(BatchShape(num_reqs, num_reqs, 1, 1))
+        for shape in self.limits.steps_of_variants:
+            self.run_blank(shape)
         self._sampler.warm_up()
 
     @property

@@ -31,7 +31,8 @@ from tokenmill.kernels.gpu.moe_order import ExpertOrder, align_experts
 from tokenmill.kernels.gpu.moe_tiles import MoeTile, rows_of_tile, store_rows
 
 _COMBINE_COLUMNS = 1024
-
+_GPT_OSS_DEPTH = 2880
+"""Of the experts with biases that are compiled ahead: no multiple of all steps."""
 
 ExpertWeight = torch.Tensor | Float8Experts | FourBitExperts
 """A matrix of each expert, [num_experts, N, K]."""
@@ -361,7 +362,7 @@ def _product_case(
         {
             **{argument: None for argument, is_there in optional.items() if not is_there},
             "PAIRS_PER_TOKEN": pairs_per_token,
-            "EVEN": True,
+            "EVEN": not has_bias or _GPT_OSS_DEPTH % tile.block_k == 0,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "BLOCK_K": tile.block_k,
