@@ -93,7 +93,9 @@ def best_by_llama(program: Path, model: Path, texts: list[list[int]]) -> list[li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--build", type=Path, required=True)
     parser.add_argument("--source", type=Path, required=True)
     parser.add_argument("--exact", action="store_true")

@@ -67,7 +67,9 @@ def theirs(model: Any, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()

@@ -125,7 +125,9 @@ def print_table(title: str, rows: list[list[str]], notes: Sequence[str]) -> None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--models", nargs="+", default=["default", "billion"], help="default, billion, or paths"
     )
