@@ -156,6 +156,15 @@ def _route_kernel(
     tl.store(chosen + outputs, best_ids, mask=places < NUM_CHOSEN)
 
 
+def _routing(
+    num_chosen: int, by_logistic: bool, renormalize: bool, groups: list[int], factor: float
+) -> Routing:
+    num_groups, best_groups, group_best = groups
+    return Routing(
+        num_chosen, by_logistic, renormalize, num_groups, best_groups, group_best, factor
+    )
+
+
 def _route_op(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -166,16 +175,7 @@ def _route_op(
     weights: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    num_groups, num_best_groups, group_best = groups
-    routing = Routing(
-        chosen.shape[1],
-        by_logistic,
-        renormalize,
-        num_groups,
-        num_best_groups,
-        group_best,
-        factor,
-    )
+    routing = _routing(chosen.shape[1], by_logistic, renormalize, groups, factor)
     route(logits, bias, weights, chosen, routing)
 
 
@@ -189,16 +189,7 @@ def _route_op_reference(
     weights: torch.Tensor,
     chosen: torch.Tensor,
 ) -> None:
-    num_groups, num_best_groups, group_best = groups
-    routing = Routing(
-        chosen.shape[1],
-        by_logistic,
-        renormalize,
-        num_groups,
-        num_best_groups,
-        group_best,
-        factor,
-    )
+    routing = _routing(chosen.shape[1], by_logistic, renormalize, groups, factor)
     for out, found in zip((weights, chosen), route_reference(logits, routing, bias), strict=True):
         out.copy_(found)
 

@@ -93,10 +93,11 @@ def _input(
     """
     inputs, stride, before, seen = source
     is_new = column * 0 + at >= 0
-    new = tl.load(inputs + at * stride + column, mask=is_column & is_new, other=0.0)
-    row = (S.kernel_size - 1 + at) * S.channels
+    row = inputs + tl.cast(at, tl.int64) * stride
+    new = tl.load(row + column, mask=is_column & is_new, other=0.0)
     is_old = is_column & (column * 0 + tl.where(seen > 0, at, 0) < 0)
-    old = tl.load(before + row + column, mask=is_old, other=0.0)
+    past = before + (S.kernel_size - 1 + at) * S.channels
+    old = tl.load(past + column, mask=is_old, other=0.0)
     return tl.where(is_new, new.to(tl.float32), old)
 
 
@@ -211,7 +212,7 @@ def scan_kernel(
             x = _convolved(token, x_column, is_p, source, conv_weight, conv_bias, S)
             b = _convolved(token, b_column, is_n, source, conv_weight, conv_bias, S)
             c = _convolved(token, c_column, is_n, source, conv_weight, conv_bias, S)
-            dt = tl.load(inputs + token * stride + S.channels + head)
+            dt = tl.load(inputs + tl.cast(token, tl.int64) * stride + S.channels + head)
             dt = _time_step(dt, bias, dt_low, dt_high)
             state = state * tl.exp(dt * rate) + (dt * x)[:, None] * b[None, :]
             y = tl.sum(state * c[None, :], 1) + skip * x
