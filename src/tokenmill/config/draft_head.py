@@ -209,7 +209,7 @@ def _check_layout(
             f" model."
         )
     num_states = NUM_AUX_LAYERS if found == "eagle3" else 2
-    due = (config["hidden_size"], num_states * target.hidden_size)
+    due = (config.get("hidden_size"), num_states * target.hidden_size)
     if tuple(shapes["fc.weight"]) != due:
         raise ConfigError(
             f"{given} has fc.weight {tuple(shapes['fc.weight'])}, which must be {due} for hidden"
