@@ -191,6 +191,20 @@ def test_text_is_the_same_without_a_tower(name: str) -> None:
     assert answers[0] == answers[1]
 
 
+def test_a_model_that_drafts_has_no_tower() -> None:
+    family = family_of("llava")
+    speculation = {"method": "draft_model", "model": str(saved("llava")), "adaptive": False}
+    with engine(family, "bfloat16") as llm:
+        wanted = run(llm, family)
+    with engine(family, "bfloat16", speculative_config=speculation) as llm:
+        assert run(llm, family) == wanted
+        target, drafter = llm.llm_engine._client.core._executor._worker.runner.model_and_drafter
+        draft, _ = drafter.runner.model_and_drafter
+    assert {slot.name for slot in weight_slots(draft)} == {
+        slot.name for slot in weight_slots(target) if not is_of_tower(slot.name)
+    }
+
+
 @pytest.mark.parametrize("name", ["qwen2-vl", "smolvlm"])
 def test_packed_weights_are_those_of_the_decoder(name: str, tmp_path: Path) -> None:
     if not native.is_available():

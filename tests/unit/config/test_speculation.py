@@ -179,6 +179,15 @@ def test_a_model_that_drafts_takes_its_part_of_the_memory() -> None:
     assert "draft" not in render(plain.ledger)
 
 
+def test_its_tower_takes_no_memory() -> None:
+    both = {"architectures": ["LlavaForConditionalGeneration"]}
+    plain = files(**both)
+    shapes = dict(plain.tensor_shapes) | {"vision_tower.x.weight": (5000, 32)}
+    beside = DraftFiles("draft", plain.config, shapes, dict.fromkeys(shapes, "F32"))
+    alone, found = (resolved(spec_model="x", draft=each).ledger.draft for each in (plain, beside))
+    assert alone == found
+
+
 def test_its_context_may_be_shorter() -> None:
     config = resolved(spec_model="x", draft=files(max_position_embeddings=100))
     assert config.speculation.draft.max_model_len == 100
