@@ -109,10 +109,11 @@ class CoreOperations:
 
     def _wake_up(self, tags: frozenset[str]) -> None:
         asleep = set(self.state.asleep)
-        if tags == {SCHEDULING} and asleep & _MEMORY:
-            names = ", ".join(each for each in TAGS if each in asleep & _MEMORY)
+        missing = asleep & _MEMORY - tags
+        if SCHEDULING in tags and missing:
+            names = ", ".join(each for each in TAGS if each in missing)
             raise InvalidRequestError(
-                f"tags=['scheduling']: no step can be made without {names}; wake that up as well.",
+                f"tags: no step (scheduling) can be made without {names}; wake that up as well.",
                 parameter="tags",
             )
         if WEIGHTS in tags & asleep:
@@ -123,10 +124,8 @@ class CoreOperations:
                     " and were dropped, or an update has failed): call update_weights.",
                     parameter="tags",
                 )
-        asleep -= tags
-        if not asleep & _MEMORY and tags & (_MEMORY | {SCHEDULING}):
-            asleep.clear()
-        self._set(asleep)
+        if tags:
+            self._set({SCHEDULING, *missing} if missing else set())
 
     def _update_weights(self, operation: UpdateWeights, tensors: Tensors | None) -> None:
         self._drop_caches()

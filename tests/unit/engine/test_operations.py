@@ -150,8 +150,14 @@ def test_parts_wake_up_one_after_another():
     core, _, memory = core_with_memory()
     started(core)
     done(core, Sleep(2, "keep"))
-    with pytest.raises(InvalidRequestError, match="kv_cache, weights"):
-        done(core, WakeUp((SCHEDULING,)))
+    for tags, missing in [
+        ((SCHEDULING,), "without kv_cache, weights"),
+        ((SCHEDULING, KV_CACHE), "without weights"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=missing):
+            done(core, WakeUp(tags))
+        assert core.operations.state.asleep == TAGS
+    assert done(core, WakeUp(())).asleep == TAGS
     assert done(core, WakeUp((WEIGHTS,))).asleep == (SCHEDULING, KV_CACHE)
     assert memory.asked == [2, "wake up"]
     assert core.step().outputs == []
