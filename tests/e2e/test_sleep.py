@@ -217,6 +217,9 @@ def test_what_there_is_not_is_refused(models):
             (lambda: llm.sleep(3), "level=3"),
             (lambda: llm.sleep(0, mode="later"), "mode: 'later'"),
             (lambda: llm.wake_up(["weight"]), "Did you mean 'weights'"),
+            (lambda: llm.update_weights(models[1], version=7), "version=7 must be a line"),
+            (lambda: llm.update_weights(models[1], version="1\n2"), "must be a line"),
+            (lambda: llm.update_weights(models[1], version="v" * 257), "at most 256"),
         ]:
             with pytest.raises(InvalidRequestError, match=message):
                 call()

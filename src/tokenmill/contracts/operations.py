@@ -29,6 +29,7 @@ LEVELS = (0, 1, 2)
 """Asleep are the scheduling; the KV cache as well; the weights as well."""
 FIRST_VERSION = "default"
 """Of the weights that an engine starts with."""
+_MAX_VERSION = 256
 
 Tensors = Iterable[tuple[str, "torch.Tensor"]]
 """Weights by the names that they have in a checkpoint."""
@@ -136,8 +137,9 @@ def check_operation(operation: Operation, config: EngineConfig) -> None:
         case WakeUp(tags):
             for tag in tags:
                 _check_choice("tags", tag, TAGS)
-        case UpdateWeights(_, _, mode):
+        case UpdateWeights(_, version, mode):
             _check_choice("mode", mode, MODES)
+            _check_version(version)
             check_weight_update(config)
 
 
@@ -147,4 +149,12 @@ def _check_choice(parameter: str, value: object, choices: tuple[str, ...]) -> No
         raise InvalidRequestError(
             f"{parameter}: {shown(value)} is not one of: {', '.join(choices)}.{hint}",
             parameter=parameter,
+        )
+
+
+def _check_version(version: object) -> None:
+    if not isinstance(version, str) or not version.isprintable() or len(version) > _MAX_VERSION:
+        raise InvalidRequestError(
+            f"version={shown(version)} must be a line of at most {_MAX_VERSION} characters.",
+            parameter="version",
         )
