@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 from safetensors.torch import load_file
 
 from helpers.served import collect, prompt_of, serving, until, until_idle
-from helpers.served_core import MARKER, STEP_SECONDS, expected_ids
+from helpers.served_core import (
+    DEADLY_WEIGHTS,
+    MARKER,
+    REFUSED_ONCE,
+    STEP_SECONDS,
+    expected_ids,
+)
 from helpers.tiny import write_wide_llama
 from tokenmill import LLM
 from tokenmill.contracts.operations import KV_CACHE, TAGS, Sleep, UpdateWeights, WakeUp
+from tokenmill.engine.core_client import ProcessClient
 from tokenmill.errors import CheckpointError, EngineDeadError, InvalidRequestError
 from tokenmill.sampling_params import SamplingParams
 
@@ -108,18 +116,75 @@ def test_a_new_core_is_brought_to_where_the_one_before_was(log, tmp_path):
     asyncio.run(main())
 
 
-@pytest.mark.slow
-def test_without_the_right_weights_no_core_serves(log, tmp_path):
+def test_a_core_that_dies_over_an_operation_leaves_the_engine_as_it_was(log, tmp_path):
+    async def main():
+        async with sleeper() as llm:
+            (tmp_path / "weights").touch()
+            kept = start(llm, 0)
+            await until_running(llm, 1)
+            await llm.operations.operate(Sleep(1, "keep"))
+            with pytest.raises(EngineDeadError):
+                await llm.operations.operate(UpdateWeights(str(tmp_path / DEADLY_WEIGHTS)))
+            assert llm.operations.state.asleep == TAGS
+            await until(lambda: llm.is_healthy and log() == ["sleep 1", "update", "sleep 1"])
+            assert not kept.done()
+            await llm.operations.operate(WakeUp())
+            await check([kept])
+            names = []
+            for _ in range(2):  # a name is that of one set of weights, whatever core has them
+                operation = UpdateWeights(str(tmp_path / "weights"))
+                names.append((await llm.operations.operate(operation)).weight_version)
+                os.kill(llm.core_pid, signal.SIGKILL)
+                await until(lambda: not llm.is_healthy)
+                await until(lambda: llm.is_healthy)
+            assert names[0] != names[1]
+            assert llm.operations.state.weight_version == names[1]
+
+    asyncio.run(main())
+
+
+def test_all_replicas_have_the_same_weights_or_are_no_more(log, tmp_path):
+    async def main():
+        async with sleeper(data_parallel_size=2) as llm:
+            tasks = [start(llm, number) for number in range(4)]
+            await until_running(llm, 4)
+            before = llm.core_pids
+            (tmp_path / "weights").touch()
+            (tmp_path / REFUSED_ONCE).touch()
+            state = await llm.operations.operate(
+                UpdateWeights(str(tmp_path / "weights"), "w1", "keep")
+            )
+            assert state.weight_version == "w1"
+            await check(tasks)
+            await until(lambda: log() == ["update"] * 3 and None not in llm.core_pids)
+            assert sum(pid in before for pid in llm.core_pids) == 1
+
+    asyncio.run(main())
+
+
+def test_without_the_right_weights_no_core_serves(log, tmp_path, monkeypatch):
+    kill = ProcessClient.kill
+
+    def kill_late(client):
+        time.sleep(0.2)  # it brings tokens meanwhile
+        kill(client)
+
+    monkeypatch.setattr(ProcessClient, "kill", kill_late)
+
     async def main():
         async with sleeper(options={"max_restarts": 2}) as llm:
             weights = tmp_path / "weights"
             weights.touch()
             await llm.operations.operate(UpdateWeights(str(weights), "w1"))
+            task = start(llm, 0, count=400)
+            await until_running(llm, 1)
             weights.unlink()
             os.kill(llm.core_pid, signal.SIGKILL)
-            dead = asyncio.Event()
-            llm.on_death(dead.set)
-            await asyncio.wait_for(dead.wait(), 60)
+            await until(lambda: not llm.is_healthy)
+            before = (await llm.stats()).num_output_tokens
+            with pytest.raises(EngineDeadError):
+                await task
+            assert (await llm.stats()).num_output_tokens == before
             with pytest.raises(EngineDeadError):
                 await start(llm, 0)
 

@@ -6,6 +6,7 @@ ids in `Fault` make a step fail that computes a request with such an id.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -114,6 +115,12 @@ def fake_core(args: EngineArgs, config: EngineConfig, on_progress: Progress) -> 
     return _on_fake_device(config, config.cache.num_blocks)
 
 
+DEADLY_WEIGHTS = "deadly"
+"""Weights of this name take the process with them."""
+REFUSED_ONCE = "refused"
+"""A file of this name beside weights has whoever finds it first refuse them; it is gone then."""
+
+
 class LoggedMemory:
     """Memory that writes to a file what it is asked for. Weights that are no file fail."""
 
@@ -128,8 +135,13 @@ class LoggedMemory:
 
     def update_weights(self, path: str, tensors: object) -> None:
         self._log("update")
+        if Path(path).name == DEADLY_WEIGHTS:
+            os.kill(os.getpid(), signal.SIGKILL)
         if not os.path.exists(path):
             raise CheckpointError(f"{path} is not there")
+        with contextlib.suppress(FileNotFoundError):
+            Path(path).with_name(REFUSED_ONCE).unlink()
+            raise CheckpointError(f"{path} cannot be read")
 
     def _log(self, line: str) -> None:
         with open(os.environ[MARKER], "a") as file:

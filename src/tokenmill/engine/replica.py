@@ -32,6 +32,7 @@ class Replica:
         self.roster = Roster()
         self.stats = StatsKeeper()
         self._max_running = max_running
+        self._holds_requests = False
         self.on_ready: Callable[[Replica], None] = lambda replica: None
         """Called when another core takes requests, before it gets any."""
         self._keeper: ServedRequests
@@ -61,13 +62,18 @@ class Replica:
 
     def submit_due(self) -> None:
         """Send the core what it is to have now."""
-        if self.client is None:
+        if self.client is None or self._holds_requests:
             return
         while due := self.roster.take_due():
             for submission in due:
                 if self.roster.request_id(submission.submission_id) is not None:
                     self._submit(submission)  # else a sequence beside it has ended its request
             self.supervisor.after_send()
+
+    def hold_requests(self, is_held: bool) -> None:
+        """Whether requests are kept from a core that is not yet what it is to be."""
+        self._holds_requests = is_held
+        self.submit_due()
 
     def abort(self, submission_ids: list[str]) -> None:
         """Take these out of the core."""
