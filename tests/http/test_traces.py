@@ -132,6 +132,18 @@ def test_each_prompt_has_a_span_in_the_trace_of_its_request():
     assert attributes(spans[0][1])["gen_ai.usage.num_sequences"] == 2
 
 
+def test_headers_that_are_no_trace_context_are_passed_over_in_silence(caplog):
+    given = [
+        {"traceparent": "00-" + "z" * 5000},
+        {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "to be told to nobody"},
+    ]
+    spans = run(*(("/v1/completions", COMPLETION, each) for each in given))
+    first, second = [span for _, span in spans]
+    assert (first.parent_span_id, second.parent_span_id.hex()) == (b"", PARENT)
+    assert second.trace_state == ""
+    assert "told" not in caplog.text
+
+
 def test_a_client_that_wants_no_trace_gets_none():
     assert run(("/v1/completions", COMPLETION, {"traceparent": f"00-{TRACE}-{PARENT}-00"})) == []
 

@@ -38,7 +38,6 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         record = RequestRecord(request_id_of(scope["headers"]), scope["method"], scope["path"])
-        record.trace_context = self._state.traces.context_of(scope["headers"])
         scope["tokenmill.record"] = record
         shape = error_shape(route_path(scope))
         request_id = record.request_id.encode("ascii")
@@ -53,6 +52,7 @@ class RequestMiddleware:
         try:
             if route_path(scope) not in OPEN_PATHS:
                 record.key_name = self._state.keys.check(scope["headers"])
+            record.trace_context = self._state.traces.context_of(scope["headers"])
             record.data_parallel_rank = data_parallel_rank_of(scope["headers"])
             await self._app(scope, receive, send_with_id)
         except ClientDisconnectedError:

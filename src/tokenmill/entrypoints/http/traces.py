@@ -6,6 +6,7 @@ https://www.w3.org/TR/trace-context/). Spans leave in batches from a thread of t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -99,6 +100,8 @@ class OtlpTraces:
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        # It warns of a client's tracestate that is malformed, with all of its text.
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
         name = Resource({"service.name": "tokenmill"})
         resource = Resource.create().merge(name).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
