@@ -137,7 +137,7 @@ def test_a_core_that_dies_over_an_operation_leaves_the_engine_as_it_was(log, tmp
                 os.kill(llm.core_pid, signal.SIGKILL)
                 await until(lambda: not llm.is_healthy)
                 await until(lambda: llm.is_healthy)
-            assert names[0] != names[1]
+            assert names == ["1", "2"]  # the one that failed does not count
             assert llm.operations.state.weight_version == names[1]
 
     asyncio.run(main())

@@ -60,10 +60,11 @@ class ServedOperations:
         while there is no core to ask.
         """
         check_operation(operation, self._config)
+        number = self._num_updates + 1
         if isinstance(operation, UpdateWeights):
             # Counted here: a new core does not know of the updates before it.
-            self._num_updates += 1
-            version = operation.version or str(self._num_updates)
+            number += sum(isinstance(each, UpdateWeights) for each in self._under_way)
+            version = operation.version or str(number)
             operation = msgspec.structs.replace(operation, version=version)
         if not isinstance(operation, WakeUp) and operation.mode == "abort":
             self._requests.abort_all("The engine was paused.")
@@ -72,6 +73,7 @@ class ServedOperations:
             self.state = await self._ask_all(operation)
             if isinstance(operation, UpdateWeights):
                 self._update = msgspec.structs.replace(operation, mode="keep")
+                self._num_updates = number
         finally:
             self._under_way.remove(operation)
         return self.state
