@@ -8,10 +8,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from helpers.adapters import write_adapter
 from helpers.tiny import write_tiny_llama, write_wide_llama
 from helpers.vision_models import picture, processor_of, saved
-from tokenmill import LLM, SamplingParams
+from tokenmill import LLM, LoRARequest, SamplingParams
 from tokenmill.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -30,8 +32,8 @@ def open_llm(model, **settings):
     return LLM(str(model), **(SMALL | {"enable_sleep_mode": True} | settings))
 
 
-def texts(llm):
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+def texts(llm, **more):
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, **more)
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -208,6 +210,35 @@ def test_requests_end_before_a_sleep(models, mode, reason):
         assert not engine.has_unfinished_requests()
         llm.wake_up()
         assert len(texts(llm)) == 6
+
+
+def test_adapters_stay_when_weights_are_replaced(models, tmp_path):
+    reference = AutoModelForCausalLM.from_pretrained(models[0])
+    adapter = LoRARequest("a", str(write_adapter(tmp_path, reference)))
+    settings = {"enable_lora": True, "max_lora_rank": 8}
+
+    def both(llm):
+        return [texts(llm), texts(llm, lora_request=adapter)]
+
+    with open_llm(models[1], **settings) as llm:
+        expected = both(llm)
+    with open_llm(models[0], **settings) as llm:
+        assert expected[0] != expected[1] != both(llm)[1]
+        llm.update_weights(models[1])
+        assert both(llm) == expected
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert both(llm) == expected
+
+
+def test_kv_that_is_kept_elsewhere_is_of_the_weights_that_there_are(models, tmp_path):
+    with open_llm(models[0], kv_offload_dir=str(tmp_path)) as llm:
+        expected = texts(llm)
+        with pytest.raises(InvalidRequestError, match="or kv_offload_dir"):
+            llm.update_weights(models[1])
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert texts(llm) == expected
 
 
 def test_what_there_is_not_is_refused(models):

@@ -39,8 +39,8 @@ def check_weight_update(config: EngineConfig) -> None:
         raise InvalidRequestError(f"replacing the weights in place is not there {what}.")
     if config.kv_transfer is not None:
         raise InvalidRequestError(
-            "replacing the weights does not go together with kv_transfer_config: what is kept"
-            " outside the pool would be taken for KV of the new ones."
+            "replacing the weights does not go together with kv_transfer_config or kv_offload_dir:"
+            " what is kept outside the pool would be taken for KV of the new ones."
         )
     _check_refill(config, "replacing the weights")
 
